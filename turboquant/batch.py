@@ -1,0 +1,52 @@
+"""One step of one KV-cache group, as the paged layout describes it.
+
+Everything is addressed by physical slot (block_id * block_size + offset); nothing is keyed by request.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBatch:
+    """R requests whose query rows lie one after another.
+
+    query_start: int64 [R+1], first query row of each request; its last entry is the number of rows.
+    seq_lens: int64 [R], tokens of each request after this step, its own rows included; 0 for padding.
+    block_table: integer [R, M], physical block of each logical block; entries beyond a sequence are never read.
+    """
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    block_size: int
+
+    @cached_property
+    def query_lens(self) -> torch.Tensor:
+        """int64 [R]; 0 for padding rows, whatever the row offsets say."""
+        lens = self.query_start[1:] - self.query_start[:-1]
+        return torch.where(self.seq_lens > 0, torch.minimum(lens, self.seq_lens), torch.zeros_like(lens))
+
+    @cached_property
+    def history_lens(self) -> torch.Tensor:
+        """int64 [R], cached tokens before this step's own rows, per request (never inferred from batch maxima)."""
+        return self.seq_lens - self.query_lens
+
+    def blocks_at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Physical blocks int64 of `positions` [n, w] in the requests `rows` [n]; out-of-range ones are clamped."""
+        logical = (positions // self.block_size).clamp(0, self.block_table.shape[1] - 1)
+        return self.block_table[rows].long().gather(1, logical)
+
+    def rows_by_length(self) -> dict[int, torch.Tensor]:
+        """Requests grouped by query length rounded up to a power of two: {padded length: int64 [n]}.
+
+        Keeps padding below a factor of two.  Reads the lengths on the host: for the torch scorer only.
+        """
+        groups: dict[int, list[int]] = {}
+        for row, length in enumerate(self.query_lens.tolist()):
+            if length > 0:
+                groups.setdefault(1 << (length - 1).bit_length(), []).append(row)
+        device = self.seq_lens.device
+        return {padded: torch.tensor(rows, device=device) for padded, rows in sorted(groups.items())}

@@ -1,0 +1,216 @@
+"""The write path: every token is encoded into its page, and recent tokens are also kept exactly.
+
+The exact ring is a pool of blocks tagged by physical block id.  Encoding is write-through, so a lost ring entry is
+never wrong, only less exact.  Rule: a cached token is read exactly iff it is among the last `window` tokens before
+the step's own rows and its ring entry is still there.
+
+Replacement is least-recently-used, not first-in-first-out: every step touches the live windows of its batch, so a
+long prompt that streams through the ring cannot push out the windows of running requests.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from turboquant.batch import AttentionBatch
+from turboquant.codec import KVCodec
+from turboquant.store import CompressedBlockStore
+
+
+def window_blocks(window: int, block_size: int) -> int:
+    """Blocks that `window` cached tokens and the token being written can touch."""
+    return -(-window // block_size) + 1 if window else 0
+
+
+@dataclass(frozen=True, eq=False)
+class ExactWindow:
+    """The last `window` cached tokens of every request, oldest first.
+
+    index: int64 [R, window], position in the flattened ring (0 where absent); present: bool [R, window].
+    """
+
+    index: torch.Tensor
+    present: torch.Tensor
+
+    def covers(self, batch: AttentionBatch, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Whether the requests `rows` [n] read `positions` [n, t] exactly: bool [n, t]."""
+        window = self.present.shape[1]
+        if window == 0:
+            return torch.zeros_like(positions, dtype=torch.bool)
+        column = positions - (batch.history_lens[rows, None] - window)
+        inside = (column >= 0) & (column < window)
+        return inside & self.present[rows].gather(1, column.clamp(0, window - 1))
+
+
+class ExactRing:
+    """Which blocks have exact entries; shared by the layers of a KV-cache group, whose data lie in `RingData`.
+
+    capacity: number of entries.  Tables: slot_of_block int64 [num_blocks] (-1 = none), owner int64 [capacity] (-1 =
+    free), used int64 [capacity] (clock of last use), written bool [capacity, block_size].
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, window: int, capacity: int, device: torch.device | str = "cpu"):
+        self.block_size, self.window, self.capacity = block_size, window, capacity
+        self.step = 0
+        self.slot_of_block = torch.full((num_blocks,), -1, device=device)
+        self.owner = torch.full((capacity,), -1, device=device)
+        self.used = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.written = torch.zeros(capacity, block_size, dtype=torch.bool, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables."""
+        return sum(t.nbytes for t in (self.slot_of_block, self.owner, self.used, self.written))
+
+    def plan(self, batch: AttentionBatch) -> ExactWindow:
+        """Start a step: touch the live windows, give entries to the blocks written now, and locate the windows."""
+        self.step += 2
+        if self.window:
+            history, seq = batch.history_lens, batch.seq_lens
+            # Read in this step only; they give way to what the next steps read.
+            self._touch(self._blocks_between(batch, history - self.window, history), self.step - 1)
+            self._touch(self._blocks_between(batch, seq - 1 - self.window, history), self.step)
+            self._assign(self._blocks_between(batch, torch.maximum(history, seq - self.window), seq))
+        return self.locate(batch)
+
+    def locate(self, batch: AttentionBatch) -> ExactWindow:
+        """Where the last `window` cached tokens of every request are; changes nothing."""
+        offsets = torch.arange(-self.window, 0, device=batch.seq_lens.device)
+        positions = batch.history_lens[:, None] + offsets
+        rows = torch.arange(len(batch.seq_lens), device=positions.device)
+        slots = batch.blocks_at(rows, positions) * self.block_size + positions % self.block_size
+        index, present = self.lookup(torch.where(positions >= 0, slots, -1))
+        return ExactWindow(index, present)
+
+    def accept(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mark the tokens of `slots` int64 [N] as exact where their block has an entry.
+
+        Returns their row numbers in `slots` and their positions in the flattened ring, both int64 [n].  A token
+        whose block has an entry is always taken, so an entry never holds a block's earlier contents.
+        """
+        entry = torch.where(slots >= 0, self.slot_of_block[slots.clamp(min=0) // self.block_size], -1)
+        rows = (entry >= 0).nonzero().squeeze(1)
+        index = entry[rows] * self.block_size + slots[rows] % self.block_size
+        self.written.view(-1)[index] = True
+        return rows, index
+
+    def lookup(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ring positions int64 of `slots` [...] (0 where absent) and whether each holds that token: bool [...]."""
+        if not self.capacity:
+            return torch.zeros_like(slots), torch.zeros_like(slots, dtype=torch.bool)
+        entry = self.slot_of_block[slots.clamp(min=0) // self.block_size]
+        index = entry.clamp(min=0) * self.block_size + slots.clamp(min=0) % self.block_size
+        present = (entry >= 0) & (slots >= 0) & self.written.view(-1)[index]
+        return torch.where(present, index, 0), present
+
+    def clear(self) -> None:
+        """Forget every entry."""
+        self.slot_of_block.fill_(-1)
+        self.owner.fill_(-1)
+        self.used.zero_()
+        self.written.zero_()
+
+    def _blocks_between(self, batch: AttentionBatch, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        """Distinct physical blocks that hold positions [start, end) of the requests: int64 [n]."""
+        first = start.clamp(min=0) // self.block_size
+        columns = torch.arange(window_blocks(self.window, self.block_size), device=first.device)
+        logical = first[:, None] + columns
+        wanted = logical * self.block_size < end[:, None]
+        rows = torch.arange(len(first), device=first.device)
+        return batch.blocks_at(rows, logical * self.block_size)[wanted].unique()
+
+    def _touch(self, blocks: torch.Tensor, clock: int) -> None:
+        entries = self.slot_of_block[blocks]
+        self.used[entries[entries >= 0]] = clock
+
+    def _assign(self, blocks: torch.Tensor) -> None:
+        """Give each block an entry, least recently used first; blocks beyond the free entries get none."""
+        self._touch(blocks, self.step)
+        missing = blocks[self.slot_of_block[blocks] < 0]
+        oldest = self.used.argsort(stable=True)
+        victims = oldest[self.used[oldest] < self.step][: len(missing)]
+        missing = missing[: len(victims)]
+        evicted = self.owner[victims]
+        self.slot_of_block[evicted[evicted >= 0]] = -1
+        self.slot_of_block[missing] = victims
+        self.owner[victims], self.used[victims], self.written[victims] = missing, self.step, False
+
+
+class RingData:
+    """Exact keys and values of one layer: [capacity * block_size, H_kv, d] in the cache's dtype."""
+
+    def __init__(self, ring: ExactRing, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str):
+        shape = (ring.capacity * ring.block_size, num_kv_heads, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+class LayerCache:
+    """Everything that one layer keeps: compressed pages and exact recent tokens."""
+
+    def __init__(
+        self,
+        codec: KVCodec,
+        ring: ExactRing,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        self.codec = codec
+        self.store = CompressedBlockStore(codec, num_blocks, num_kv_heads, block_size, device)
+        self.recent = RingData(ring, num_kv_heads, codec.key.dim, dtype, device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pages, exact tokens and codec tables."""
+        return self.store.nbytes + self.recent.nbytes + self.codec.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """A batch with the exact window of each request; made once per step and used by every layer."""
+
+    batch: AttentionBatch
+    window: ExactWindow
+
+
+class KVCaptureEngine:
+    """The write path of one KV-cache group: one exact ring, many layers.
+
+    window: recent tokens to keep exactly; capacity: ring entries (blocks).
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, window: int, capacity: int, device: torch.device | str = "cpu"):
+        self.num_blocks, self.block_size, self.device = num_blocks, block_size, torch.device(device)
+        self.ring = ExactRing(num_blocks, block_size, window, capacity if window else 0, device)
+        self.layers: dict[str, LayerCache] = {}
+
+    def add_layer(self, name: str, codec: KVCodec, num_kv_heads: int, dtype: torch.dtype) -> LayerCache:
+        """Allocate the pages and the exact tokens of a layer; all memory of the layer is taken here."""
+        self.layers[name] = LayerCache(
+            codec, self.ring, self.num_blocks, num_kv_heads, self.block_size, dtype, self.device
+        )
+        return self.layers[name]
+
+    def begin_step(self, batch: AttentionBatch) -> StepPlan:
+        """Plan a step; before its first `ingest`, and once for all layers."""
+        return StepPlan(batch, self.ring.plan(batch))
+
+    def ingest(self, layer: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write a step's tokens: keys, values [N, H_kv, d], slots int64 [N] (below 0 = padding, skipped)."""
+        slots = slots[: len(keys)]
+        layer.store.write(slots, keys, values)
+        rows, index = self.ring.accept(slots)
+        layer.recent.keys[index] = keys[rows].to(layer.recent.keys.dtype)
+        layer.recent.values[index] = values[rows].to(layer.recent.values.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor of the group: pages, exact tokens, codec tables, ring tables."""
+        return self.ring.nbytes + sum(layer.nbytes for layer in self.layers.values())

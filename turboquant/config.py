@@ -1,0 +1,173 @@
+"""What to compress and how: presets, the configuration, and the mode table."""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any
+
+KEY_BITS = (2, 3, 4, 8)
+VALUE_BITS = {"lloyd": (2, 3, 4), "group": (2, 3, 4, 8)}
+KEY_QUANTIZERS = ("mse", "prod")
+ROTATIONS = ("auto", "hadamard", "haar")
+
+PRESETS: dict[str, dict[str, int]] = {
+    "k8v4": {"key_bits": 8, "value_bits": 4},
+    "k4v4": {"key_bits": 4, "value_bits": 4},
+    "k4v3": {"key_bits": 4, "value_bits": 3},
+    "k3v4": {"key_bits": 3, "value_bits": 4},
+    "k3v3": {"key_bits": 3, "value_bits": 3},
+    "k4v2": {"key_bits": 4, "value_bits": 2},
+    "k3v2": {"key_bits": 3, "value_bits": 2},
+    "k2v2": {"key_bits": 2, "value_bits": 2},
+}
+DEFAULT_PRESET = "k4v4"
+
+
+class Mode(StrEnum):
+    """How far the compressed cache has taken over (design, section 3)."""
+
+    OFF = "off"
+    CAPTURE_ONLY = "capture_only"
+    HYBRID = "hybrid"
+    FULL_TQ = "full_tq"
+
+
+@dataclass(frozen=True)
+class ModePolicy:
+    """What a mode writes and what its decode and prefill rows read; False means compressed."""
+
+    native_write: bool
+    compressed_write: bool
+    native_decode: bool
+    native_prefill: bool
+
+    @property
+    def reads_native(self) -> bool:
+        return self.native_decode or self.native_prefill
+
+    @property
+    def needs_native_cache(self) -> bool:
+        """Whether nothing replaces the native cache once it is freed (hybrid prefill falls back to compressed)."""
+        return self.native_decode
+
+    def without_native_cache(self) -> "ModePolicy":
+        """The policy after `free_kv_cache`."""
+        return replace(self, native_write=False, native_prefill=False)
+
+
+MODE_POLICIES: dict[Mode, ModePolicy] = {
+    Mode.OFF: ModePolicy(native_write=True, compressed_write=False, native_decode=True, native_prefill=True),
+    Mode.CAPTURE_ONLY: ModePolicy(native_write=True, compressed_write=True, native_decode=True, native_prefill=True),
+    Mode.HYBRID: ModePolicy(native_write=True, compressed_write=True, native_decode=False, native_prefill=True),
+    Mode.FULL_TQ: ModePolicy(native_write=False, compressed_write=True, native_decode=False, native_prefill=False),
+}
+# Names of the prototype's modes that keep working.
+MODE_ALIASES = {"active": Mode.HYBRID, "shadow": Mode.CAPTURE_ONLY, "accumulate": Mode.CAPTURE_ONLY}
+
+
+def choice_error(what: str, value: object, allowed: Iterable[object]) -> ValueError:
+    """ValueError that names the value, what is allowed, and the nearest allowed name."""
+    names = [str(a) for a in allowed]
+    near = difflib.get_close_matches(str(value), names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"unknown {what} {str(value)!r}; allowed: {', '.join(names)}{hint}")
+
+
+def parse_mode(mode: "Mode | str") -> Mode:
+    """Mode from its name or an old name; ValueError otherwise."""
+    name = str(mode).lower()
+    if name in MODE_ALIASES:
+        return MODE_ALIASES[name]
+    if name not in set(Mode):
+        raise choice_error("mode", mode, Mode)
+    return Mode(name)
+
+
+@dataclass(frozen=True)
+class TurboQuantConfig:
+    """Codec, ring and layer choices; validated on construction.
+
+    buffer_size: recent tokens of a sequence that are read exactly; 0 for none.
+    ring_share: upper bound of the exact ring's memory, as a share of the native KV cache.
+    scale_candidates: pre-scales that the encoder tries per row (odd); the decoder does not depend on it.
+    skip_layers: indices of attention layers that stay native; negative ones count from the last.
+    initial_layers_count, initial_layers_key_bits: so many first layers get this key width instead.
+    value_group: coordinates per group of "group" values; reduced to a divisor of the head size where it is none.
+    shadow_interval: in capture_only, score every n-th step both ways and record the error; 0 for never.
+    """
+
+    key_bits: int = 4
+    value_bits: int = 4
+    key_quantizer: str = "mse"
+    value_quantizer: str = "lloyd"
+    value_group: int = 32
+    rotation: str = "auto"
+    seed: int = 0
+    scale_candidates: int = 5
+    buffer_size: int = 128
+    ring_share: float = 0.25
+    skip_layers: tuple[int, ...] = ()
+    initial_layers_count: int = 0
+    initial_layers_key_bits: int = 8
+    shadow_interval: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
+        self._check_codec()
+        self._check_sizes()
+
+    def _check_codec(self) -> None:
+        for name in ("key_bits", "initial_layers_key_bits"):
+            if getattr(self, name) not in KEY_BITS:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not supported; allowed: {KEY_BITS}")
+        if self.key_quantizer not in KEY_QUANTIZERS:
+            raise choice_error("key_quantizer", self.key_quantizer, KEY_QUANTIZERS)
+        if self.value_quantizer not in VALUE_BITS:
+            raise choice_error("value_quantizer", self.value_quantizer, VALUE_BITS)
+        if self.value_bits not in VALUE_BITS[self.value_quantizer]:
+            allowed = VALUE_BITS[self.value_quantizer]
+            raise ValueError(f"value_bits={self.value_bits!r} with {self.value_quantizer!r} values; allowed: {allowed}")
+        if self.rotation not in ROTATIONS:
+            raise choice_error("rotation", self.rotation, ROTATIONS)
+
+    def _check_sizes(self) -> None:
+        for name in ("buffer_size", "initial_layers_count", "shadow_interval", "seed"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be an integer of at least 0")
+        if not 0 < self.ring_share <= 1:
+            raise ValueError(f"ring_share={self.ring_share!r} must be above 0 and at most 1")
+        if self.scale_candidates < 1 or self.scale_candidates % 2 == 0:
+            raise ValueError(f"scale_candidates={self.scale_candidates!r} must be odd and at least 1")
+
+    @classmethod
+    def from_options(cls, preset: str | None = None, **options: Any) -> "TurboQuantConfig":
+        """Configuration from a preset name and single options, which win; unknown names are refused."""
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise choice_error("option", name, known)
+        if preset is not None and preset not in PRESETS:
+            raise choice_error("preset", preset, PRESETS)
+        chosen = {name: value for name, value in options.items() if value is not None}
+        return cls(**{**PRESETS[preset or DEFAULT_PRESET], **chosen})
+
+    @property
+    def name(self) -> str:
+        return f"k{self.key_bits}v{self.value_bits}"
+
+    def layer_key_bits(self, index: int) -> int:
+        """Key bits of the attention layer with this index (0 is the first)."""
+        return self.initial_layers_key_bits if index < self.initial_layers_count else self.key_bits
+
+    def skips(self, index: int, num_layers: int) -> bool:
+        """Whether the attention layer with this index stays native."""
+        return index in {i % num_layers for i in self.skip_layers if -num_layers <= i < num_layers}
+
+
+@dataclass(frozen=True)
+class SkippedLayer:
+    """An attention layer that stays native, and why."""
+
+    name: str
+    reason: str = field(default="")

@@ -1,0 +1,1 @@
+"""vLLM integration; the only part of the package that imports vLLM."""

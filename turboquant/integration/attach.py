@@ -1,0 +1,44 @@
+"""turboquant on a vllm.LLM, whose workers may be other processes."""
+
+from typing import Any
+
+
+class EngineHandle:
+    """turboquant in all workers of an engine; the methods are those of the hooks, one call for every worker."""
+
+    def __init__(self, llm: Any):
+        self._llm = llm
+
+    def set_mode(self, mode: str) -> str:
+        """Switch every worker; returns the mode."""
+        return self._call("tq_set_mode", mode)[0]
+
+    def free_kv_cache(self) -> int:
+        """Bytes really returned, summed over workers."""
+        return sum(self._call("tq_free"))
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Statistics of every worker."""
+        return self._call("tq_stats")
+
+    def uninstall(self) -> None:
+        self._call("tq_uninstall")
+
+    def __enter__(self) -> "EngineHandle":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.uninstall()
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return self._llm.collective_rpc(method, args=args, kwargs=kwargs)
+
+
+def attach(llm: Any, **options: Any) -> EngineHandle:
+    """Install the hooks in every worker of a `vllm.LLM`; options of `install_turboquant_hooks`.
+
+    The workers know turboquant through its entry point, so the package must be installed (pip), not only importable.
+    """
+    handle = EngineHandle(llm)
+    handle._call("tq_install", **options)
+    return handle

@@ -1,0 +1,45 @@
+"""Entry point `vllm.general_plugins`: gives every vLLM worker the tq_* methods, callable by name over collective_rpc.
+
+vLLM loads it in every process.  Without a call to one of the methods nothing changes.
+"""
+
+from typing import Any
+
+from turboquant.integration import vllm as hooks
+
+
+def tq_install(self: Any, **options: Any) -> dict[str, Any]:
+    """Install the hooks in this worker; options of `install_turboquant_hooks`.  Returns the statistics."""
+    return hooks.install_turboquant_hooks(self.model_runner, **options).stats()
+
+
+def tq_set_mode(self: Any, mode: str) -> str:
+    hooks.set_mode(mode, self.model_runner)
+    return hooks.get_mode(self.model_runner).value
+
+
+def tq_free(self: Any) -> int:
+    return hooks.free_kv_cache(self.model_runner)
+
+
+def tq_stats(self: Any) -> dict[str, Any]:
+    return hooks.get_stats(self.model_runner)
+
+
+def tq_uninstall(self: Any) -> None:
+    hooks.uninstall(self.model_runner)
+
+
+WORKER_METHODS = (tq_install, tq_set_mode, tq_free, tq_stats, tq_uninstall)
+
+
+def register() -> None:
+    """Called by vLLM in every process; idempotent."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    for method in WORKER_METHODS:
+        existing = getattr(WorkerBase, method.__name__, None)
+        if existing is None:
+            setattr(WorkerBase, method.__name__, method)
+        elif existing is not method:
+            raise RuntimeError(f"vLLM's WorkerBase already has a method {method.__name__}")

@@ -95,17 +95,41 @@ def take_signs_without_sketch(monkeypatch):
     monkeypatch.setattr(quantizer.TurboQuantProd, "encode", encode)
 
 
+def pad_rows(monkeypatch):
+    pack, unpack = quantizer.RowCodec.to_bytes, quantizer.RowCodec.from_bytes
+
+    def to_bytes(self, quantized):
+        raw = pack(self, quantized)
+        return torch.cat([raw, raw.new_zeros(*raw.shape[:-1], 1)], dim=-1)
+
+    monkeypatch.setattr(quantizer.RowCodec, "to_bytes", to_bytes)
+    monkeypatch.setattr(quantizer.RowCodec, "from_bytes", lambda self, raw: unpack(self, raw[..., :-1]))
+
+
+def bypass_the_bytes(monkeypatch):
+    exact, rows = quantizer.RowCodec.quantize, []
+
+    def quantize(self, x):
+        rows.append(x.float())
+        return exact(self, x)
+
+    monkeypatch.setattr(quantizer.RowCodec, "quantize", quantize)
+    monkeypatch.setattr(quantizer.RowCodec, "dequantize", lambda self, quantized: rows[-1])
+
+
 # Mutation and the claims that must notice it (papers.md, section 5).
 MUTATIONS = [
     (skip_rotation, (2, 3, 9)),
     (sell_hadamard_as_haar, (2, 3)),
     (scale_books, (1, 3)),
-    (make_books_uniform, (1, 3, 9)),
+    (make_books_uniform, (1, 3, 9, 11)),
     (drop_norm_correction, (8, 9)),
     (store_norms_in_fp16, (8,)),
     (swap_rotation_and_inverse, (3, 9, 10)),
     (shift_a_packed_byte, (3, 5, 8, 9)),
     (take_signs_without_sketch, (6, 7)),
+    (pad_rows, (4, 12)),
+    (bypass_the_bytes, (4, 5)),
 ]
 
 

@@ -99,18 +99,18 @@ def test_shipped_files_are_regenerated_byte_for_byte(tmp_path):
 
 @pytest.mark.parametrize("error", [1e-12, -1e-12])
 def test_another_machines_rounding_leaves_the_files_alone(error):
-    """Ten times the solver's residual in any value moves no printed digit."""
+    """The solver repeats to 2e-13 under another quadrature; five times that moves no printed digit."""
     for dim, bits in SHIPPED:
         book = codebook.solve(dim, bits)
         for value in (*book.centroids, book.mse, book.entropy):
-            assert codebook._rounded(value * (1 + error / 2)) == codebook._rounded(value)
+            assert codebook._rounded(value * (1 + error)) == codebook._rounded(value)
 
 
 def test_shipped_book_is_the_solution():
     for dim, bits in SHIPPED:
         shipped, solved = codebook.load(dim, bits), codebook.solve(dim, bits)
-        assert shipped.centroids == pytest.approx(solved.centroids, rel=1e-9)
-        assert (shipped.mse, shipped.entropy) == pytest.approx((solved.mse, solved.entropy), rel=1e-9)
+        assert shipped.centroids == pytest.approx(solved.centroids, rel=5e-9)
+        assert (shipped.mse, shipped.entropy) == pytest.approx((solved.mse, solved.entropy), rel=5e-9)
 
 
 def test_load_is_cached_and_frozen():

@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from turboquant.integration.vllm import HookError, NativeCacheFreedError, UnsupportedEngineError
+
+ERRORS = {error.__name__: error for error in (HookError, NativeCacheFreedError, UnsupportedEngineError, ValueError)}
+
 
 class EngineHandle:
     """turboquant in all workers of an engine; the methods are those of the hooks, one call for every worker."""
@@ -31,7 +35,11 @@ class EngineHandle:
         self.uninstall()
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return self._llm.collective_rpc(method, args=args, kwargs=kwargs)
+        results = self._llm.collective_rpc("tq_call", args=(method, *args), kwargs=kwargs)
+        for status, payload in results:
+            if status != "ok":
+                raise ERRORS[status](payload)
+        return [payload for _, payload in results]
 
 
 def attach(llm: Any, **options: Any) -> EngineHandle:

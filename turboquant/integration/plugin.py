@@ -30,7 +30,18 @@ def tq_uninstall(self: Any) -> None:
     hooks.uninstall(self.model_runner)
 
 
-WORKER_METHODS = (tq_install, tq_set_mode, tq_free, tq_stats, tq_uninstall)
+def tq_call(self: Any, method: str, *args: Any, **kwargs: Any) -> tuple[str, Any]:
+    """One of the methods above, with refusals as data: ("ok", result) or (name of the error class, message).
+
+    An exception in a worker reaches the caller of collective_rpc as a bare Exception behind pages of log.
+    """
+    try:
+        return "ok", getattr(self, method)(*args, **kwargs)
+    except (hooks.HookError, ValueError) as error:
+        return type(error).__name__, str(error)
+
+
+WORKER_METHODS = (tq_install, tq_set_mode, tq_free, tq_stats, tq_uninstall, tq_call)
 
 
 def register() -> None:

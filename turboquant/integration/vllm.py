@@ -25,11 +25,15 @@ logger = logging.getLogger("turboquant")
 TRANSCODE_TOKENS = 4096  # tokens converted at a time; bounds the transient memory of a mode change
 
 
-class UnsupportedEngineError(RuntimeError):
+class HookError(RuntimeError):
+    """A request to the hooks that cannot be met; nothing was changed."""
+
+
+class UnsupportedEngineError(HookError):
     """The engine or model has features that turboquant cannot serve; the message lists all of them."""
 
 
-class NativeCacheFreedError(RuntimeError):
+class NativeCacheFreedError(HookError):
     """The mode asked for needs the native KV cache, which `free_kv_cache` gave back."""
 
 
@@ -201,9 +205,8 @@ class LayerHook:
         for part in slots.split(TRANSCODE_TOKENS):
             keys, values = self.cache.store.read_slots(part)
             index, present = self.group.engine.ring.lookup(part)
-            keep = present[:, None, None]
-            keys = torch.where(keep, self.cache.recent.keys[index].float(), keys)
-            values = torch.where(keep, self.cache.recent.values[index].float(), values)
+            keys[present] = self.cache.recent.keys[index[present]].float()
+            values[present] = self.cache.recent.values[index[present]].float()
             dtype = self.layer.kv_cache.dtype
             self.native_update(self.layer, keys.to(dtype), values.to(dtype), self.layer.kv_cache, part)
 
@@ -214,7 +217,7 @@ class LayerHook:
         """Raise if somebody else patched the layer after us."""
         for name, ours in (("do_kv_cache_update", self.update), ("forward", self.forward)):
             if vars(self.layer.impl).get(name) != ours:
-                raise RuntimeError(f"{self.name}: impl.{name} was replaced after turboquant; undo that first")
+                raise HookError(f"{self.name}: impl.{name} was replaced after turboquant; undo that first")
 
     def unpatch(self) -> None:
         del self.layer.impl.do_kv_cache_update, self.layer.impl.forward
@@ -288,7 +291,7 @@ class HookHandle(Mapping[str, LayerHook]):
         """
         self._check_installed()
         if self.policy.needs_native_cache:
-            raise RuntimeError(f"mode {self.mode.value!r} reads the native KV cache; set_mode('full_tq') or 'hybrid' first")
+            raise HookError(f"mode {self.mode.value!r} reads the native KV cache; set_mode('full_tq') or 'hybrid' first")
         if self.is_freed:
             return 0
         if reasons := compat.free_objections(self.runner):
@@ -350,7 +353,7 @@ class HookHandle(Mapping[str, LayerHook]):
 
     def _check_installed(self) -> None:
         if not self.installed:
-            raise RuntimeError("these turboquant hooks were uninstalled; install them again")
+            raise HookError("these turboquant hooks were uninstalled; install them again")
 
     def _encode_all(self) -> None:
         """Leaving `off`: every native page that was ever written goes into the store."""
@@ -399,7 +402,7 @@ def install_turboquant_hooks(
     )
     mode = parse_mode(mode)
     if model_runner in _handles:
-        raise RuntimeError("turboquant's hooks are already installed on this model runner; uninstall them first")
+        raise HookError("turboquant's hooks are already installed on this model runner; uninstall them first")
     names, skipped = select_layers(model_runner, config)
     handle = HookHandle(model_runner, config, skipped=skipped)
     build_caches(handle, names, dict(key_transforms or {}))
@@ -499,7 +502,7 @@ def log_summary(handle: HookHandle) -> None:
 def handle_of(model_runner: Any) -> HookHandle:
     """The hooks installed on a model runner; RuntimeError if there are none."""
     if model_runner not in _handles:
-        raise RuntimeError("turboquant's hooks are not installed on this model runner")
+        raise HookError("turboquant's hooks are not installed on this model runner")
     return _handles[model_runner]
 
 
@@ -516,7 +519,7 @@ def get_mode(model_runner: Any = None) -> Mode:
         return handle_of(model_runner).mode
     modes = {handle.mode for handle in _handles.values()}
     if len(modes) > 1:
-        raise RuntimeError(f"model runners are in different modes {sorted(modes)}; name one")
+        raise HookError(f"model runners are in different modes {sorted(modes)}; name one")
     return modes.pop() if modes else Mode.OFF
 
 

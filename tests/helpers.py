@@ -1,4 +1,4 @@
-"""Oracles and fixtures of several test files, written from the documented layout and rules rather than from the code."""
+"""Oracles and fixtures of several test files, written from the documented layout and rules, not from the code."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -97,7 +97,9 @@ def rel_l2(found, expected):
 
 
 def cosine(found, expected):
-    return torch.cosine_similarity(found.double(), expected.double(), dim=-1)
+    """Cosine of the last axis, in float64."""
+    found, expected = found.double(), expected.double()
+    return (found * expected).sum(-1) / (found.norm(dim=-1) * expected.norm(dim=-1))
 
 
 def attention(query, keys, values, first, scale, *, window=0, softcap=0.0, dtype=torch.float64):
@@ -140,6 +142,16 @@ class Step:
     first_row: int
 
 
+def plain_step(parts, block_size, first_row=0):
+    """A batch of (request, history, new) whose requests have all their blocks; no padding."""
+    starts = torch.tensor([0] + [new for *_, new in parts]).cumsum(0)
+    seqs = torch.tensor([history + new for _, history, new in parts])
+    width = max(len(request.blocks) for request, *_ in parts)
+    table = torch.tensor([request.blocks + [-1] * (width - len(request.blocks)) for request, *_ in parts])
+    slots = [r.blocks[p // block_size] * block_size + p % block_size for r, h, n in parts for p in range(h, h + n)]
+    return Step(parts, AttentionBatch(starts, seqs, table, block_size), torch.tensor(slots), first_row)
+
+
 class Scheduler:
     """Random continuous batching over a small pool; each request's plain list of rows is the oracle.
 
@@ -159,7 +171,7 @@ class Scheduler:
     def step(self):
         """The next batch; the caller computes it, then calls `commit`."""
         self._release_some()
-        while len(self.running) < self.max_seqs and self.rng.random() < 0.5 or not self.running:
+        while (len(self.running) < self.max_seqs and self.rng.random() < 0.5) or not self.running:
             self._admit()
         parts = []
         for request in self.rng.permutation(np.array(self.running, dtype=object)).tolist():
@@ -227,7 +239,13 @@ class Scheduler:
     def _new_tokens(self, request):
         left = max(1, request.target - len(request.rows))
         kind = self.rng.random()
-        new = 1 if kind < 0.4 else 1 + int(self.rng.integers(1, 4)) if kind < 0.6 else int(self.rng.integers(1, self.max_chunk))
+        new = (
+            1
+            if kind < 0.4
+            else 1 + int(self.rng.integers(1, 4))
+            if kind < 0.6
+            else int(self.rng.integers(1, self.max_chunk))
+        )
         return min(new, left)
 
     def _grow(self, request, length, busy):

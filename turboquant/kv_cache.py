@@ -4,7 +4,7 @@ import torch
 
 from turboquant.batch import AttentionBatch
 from turboquant.capture import KVCaptureEngine, StepPlan, window_blocks
-from turboquant.codec import KVCodec, KeyTransform
+from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import TurboQuantConfig
 from turboquant.score import HybridScorer
 
@@ -34,8 +34,8 @@ class TurboQuantKVCache:
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
         config = config or TurboQuantConfig()
-        self.num_kv_heads, self.head_dim, self.max_tokens, self.batch_size = num_kv_heads, head_dim, max_tokens, batch_size
-        self.length = 0
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.max_tokens, self.batch_size, self.length = max_tokens, batch_size, 0
         per_sequence = -(-max_tokens // block_size)
         codec = KVCodec.build(config, layer_index, num_kv_heads, head_dim, transform, device)
         capacity = batch_size * min(window_blocks(config.buffer_size, block_size), per_sequence)
@@ -99,7 +99,8 @@ class TurboQuantKVCache:
             if tuple(tensor.shape) != expected:
                 raise ValueError(f"{name} is {tuple(tensor.shape)}, expected [B, H_kv, T, d] = {expected}")
         if self.length + key.shape[2] > self.max_tokens:
-            raise ValueError(f"{key.shape[2]} more tokens do not fit: {self.length} of max_tokens={self.max_tokens} are used")
+            used = f"{self.length} of max_tokens={self.max_tokens} are used"
+            raise ValueError(f"{key.shape[2]} more tokens do not fit: {used}")
 
 
 def token_rows(x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ def plane_widths(bits: int) -> tuple[int, ...]:
 def plane_bytes(width: int, dim: int) -> int:
     """Bytes of one row of `dim` codes in a plane of `width` bits."""
     if dim <= 0 or dim * width % 8:
-        raise ValueError(f"a row of {dim} codes of {width} bits is no whole number of bytes; use a multiple of {8 // width}")
+        raise ValueError(f"{dim} codes of {width} bits fill no whole number of bytes; use a multiple of {8 // width}")
     return dim * width // 8
 
 

@@ -47,6 +47,8 @@ class Quantizer(Protocol):
 
     def decode(self, quantized: Quantized) -> torch.Tensor: ...
 
+    def tables(self) -> list[torch.Tensor]: ...
+
     def to(self, device: torch.device | str) -> "Quantizer": ...
 
 
@@ -63,6 +65,10 @@ class RowCodec:
 
     def decode(self, quantized: Quantized) -> torch.Tensor:
         raise NotImplementedError
+
+    def tables(self) -> list[torch.Tensor]:
+        """Tensors that the quantiser keeps."""
+        return [self.rotation.matrix]
 
     def quantize(self, x: torch.Tensor) -> Quantized:
         """float [..., d] in the original basis -> Quantized."""
@@ -147,6 +153,13 @@ class TurboQuantMSE(RowCodec):
         """Quantized -> float32 [..., d] in the rotated basis."""
         return self.lookup(quantized.codes) * quantized.scalars.float()
 
+    def round(self, unit: torch.Tensor) -> torch.Tensor:
+        """Nearest centroid of float32 [...]: uint8 [...]; the number of thresholds below (NaN gives 0)."""
+        codes = torch.zeros(unit.shape, dtype=torch.uint8, device=unit.device)
+        for threshold in self.thresholds:  # 8 times faster than torch.bucketize at 4 bits on a CPU
+            codes += unit > threshold
+        return codes
+
     def lookup(self, codes: torch.Tensor) -> torch.Tensor:
         """uint8 codes [...] -> float32 centroids [...], unit variance."""
         return self.centroids.index_select(0, codes.reshape(-1).int()).view(codes.shape)
@@ -156,8 +169,8 @@ class TurboQuantMSE(RowCodec):
         best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         best_cosine = unit.new_empty(0)
         for scale in self.scales:
-            codes = torch.bucketize(unit * scale, self.thresholds, out_int32=True)
-            words = self.centroids.index_select(0, codes.view(-1)).view(unit.shape)
+            codes = self.round(unit * scale)
+            words = self.lookup(codes)
             dot = (unit * words).sum(-1, keepdim=True)
             cosine = dot * words.square().sum(-1, keepdim=True).rsqrt()
             if best is None:
@@ -167,7 +180,7 @@ class TurboQuantMSE(RowCodec):
             best_cosine = torch.where(better, cosine, best_cosine)
             best = tuple(torch.where(better, new, old) for new, old in zip((codes, words, dot), best, strict=True))  # type: ignore[assignment]
         assert best is not None
-        return best[0].to(torch.uint8), best[1], best[2]
+        return best
 
     def _scale(self, norm: torch.Tensor, words: torch.Tensor, dot: torch.Tensor) -> torch.Tensor:
         if self.norm == "plain":
@@ -175,6 +188,9 @@ class TurboQuantMSE(RowCodec):
         if self.norm == "unbiased":
             return norm * self.dim**0.5 / torch.where(dot > 0, dot, torch.ones_like(dot))
         return norm * words.square().sum(-1, keepdim=True).rsqrt()
+
+    def tables(self) -> list[torch.Tensor]:
+        return [self.rotation.matrix, self.centroids, self.thresholds]
 
     def to(self, device: torch.device | str) -> "TurboQuantMSE":
         self.rotation = self.rotation.to(device)
@@ -214,6 +230,9 @@ class TurboQuantProd(RowCodec):
         scale, residual_norm = quantized.scalars.split(1, dim=-1)
         coarse = self.mse.decode(Quantized(low, scale))
         return coarse + self.gain * residual_norm.float() * (signs @ self.sketch)
+
+    def tables(self) -> list[torch.Tensor]:
+        return [*self.mse.tables(), self.sketch]
 
     def to(self, device: torch.device | str) -> "TurboQuantProd":
         self.mse.to(device)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from turboquant.batch import AttentionBatch
 from turboquant.capture import LayerCache, StepPlan
 
 TILE_ELEMENTS = 1 << 24  # float32 numbers in the largest temporary of a tile (64 MiB)
@@ -53,33 +52,87 @@ def attend(
 
 @dataclass(frozen=True, eq=False)
 class QueryGroup:
-    """Requests of similar query length, padded to a rectangle.
+    """Requests of similar query length, padded to a rectangle, and what their rows may see; the same for all layers.
 
-    rows: int64 [n], request numbers; tokens: int64 [n, Q], query row of each (0 where padded); real: bool [n, Q];
-    positions: int64 [n, Q], position of each query row in its sequence.
+    tokens: int64 [n, Q], query row of each (0 where padded); real: bool [n, Q].
+    history: per tile, physical blocks int64 [n, count] and mask bool [n, Q or 1, count * block_size].
+    recent: positions in the ring int64 [n, W] and mask bool [n, Q or 1, W].
+    chunk: per tile, columns of the own rows and mask bool [n, Q, columns].
     """
 
-    batch: AttentionBatch
-    rows: torch.Tensor
     tokens: torch.Tensor
     real: torch.Tensor
-    positions: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: AttentionBatch, rows: torch.Tensor, length: int) -> "QueryGroup":
-        column = torch.arange(length, device=rows.device)
-        real = column < batch.query_lens[rows, None]
-        tokens = torch.where(real, batch.query_start[rows, None] + column, 0)
-        return cls(batch, rows, tokens, real, batch.history_lens[rows, None] + column)
-
-    @property
-    def history(self) -> torch.Tensor:
-        """int64 [n], cached tokens of each request."""
-        return self.batch.history_lens[self.rows]
+    history: list[tuple[torch.Tensor, torch.Tensor]]
+    recent: tuple[torch.Tensor, torch.Tensor]
+    chunk: list[tuple[slice, torch.Tensor]]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of x [T, H, d] as float32 [n, H, Q, d]; padded rows repeat a real one."""
         return x[self.tokens].float().transpose(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlanner:
+    """Builds a QueryGroup: who sees which token, and in which tiles of `tile` tokens."""
+
+    plan: StepPlan
+    rows: torch.Tensor
+    length: int
+    window: int
+    tile: int
+
+    def build(self) -> QueryGroup:
+        batch, rows = self.plan.batch, self.rows
+        column = torch.arange(self.length, device=rows.device)
+        real = column < batch.query_lens[rows, None]
+        tokens = torch.where(real, batch.query_start[rows, None] + column, 0)
+        return QueryGroup(tokens, real, list(self._history()), self._recent(), list(self._chunk(real)))
+
+    @property
+    def cached(self) -> torch.Tensor:
+        """int64 [n], cached tokens of each request."""
+        return self.plan.batch.history_lens[self.rows]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [n, Q], position of each query row in its sequence."""
+        return self.cached[:, None] + torch.arange(self.length, device=self.rows.device)
+
+    def _history(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Compressed tokens that are not read exactly."""
+        batch, size = self.plan.batch, self.plan.batch.block_size
+        cached, step = self.cached, max(1, self.tile // size)
+        end = -(-int(cached.max()) // size)
+        start = max(0, int(cached.min()) - self.window + 1) // size if self.window else 0
+        for first in range(start, end, step):
+            count = min(step, end - first)
+            positions = torch.arange(first * size, (first + count) * size, device=cached.device).expand(len(cached), -1)
+            seen = (positions < cached[:, None]) & ~self.plan.window.covers(batch, self.rows, positions)
+            mask = self._in_window(seen[:, None], positions)
+            blocks = batch.block_table[self.rows, first : first + count].long()
+            used = mask.any(1).unflatten(1, (count, -1)).any(2)
+            yield torch.where(used, blocks, 0), mask
+
+    def _recent(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact tokens of the ring."""
+        index, present = self.plan.window.index[self.rows], self.plan.window.present[self.rows]
+        width = index.shape[1]
+        positions = self.cached[:, None] - width + torch.arange(width, device=index.device)
+        return index, self._in_window(present[:, None], positions)
+
+    def _chunk(self, real: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The step's own rows, causal."""
+        queries = self.positions
+        for start in range(0, self.length, self.tile):
+            part = slice(start, start + self.tile)
+            causal = queries[:, None, part] <= queries[:, :, None]
+            yield part, self._in_window(causal & real[:, None, part], queries[:, part])
+
+    def _in_window(self, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Apply the sliding window of every query row to mask [n, Q or 1, t] over positions [n, t]."""
+        if not self.window:
+            return mask
+        return mask & (positions[:, None] > self.positions[..., None] - self.window)
 
 
 @dataclass(frozen=True)
@@ -109,75 +162,43 @@ class HybridScorer:
         tokens only.  rows_by_length selects requests (default: all that have query rows); other rows of `output` stay
         as they are.
         """
-        groups = plan.batch.rows_by_length() if rows_by_length is None else rows_by_length
-        for length, rows in groups.items():
-            group = QueryGroup.of(plan.batch, rows, length)
+        selected = plan.batch.rows_by_length() if rows_by_length is None else rows_by_length
+        for length, rows in selected.items():
+            group = self._group(plan, length, rows, tile_tokens(len(rows), length, query.shape[1], query.shape[2]))
             heads = group.gather(query).unflatten(1, (layer.store.num_kv_heads, -1)) * self.scale  # [n, H_kv, G, Q, d]
-            partial = self._history(layer, plan, group, heads)
-            partial = merge(partial, self._recent(layer, plan, group, heads))
+            partial = merge(self._history(layer, group, heads), self._recent(layer, group, heads))
             if own is not None:
                 partial = merge(partial, self._own_chunk(group, heads, *own))
             flat = partial[0].flatten(1, 2).transpose(1, 2)  # [n, Q, H_q, d]
             output[group.tokens[group.real]] = flat[group.real].to(output.dtype)
 
-    def _history(self, layer: LayerCache, plan: StepPlan, group: QueryGroup, heads: torch.Tensor) -> Partial:
-        """Compressed tokens that are not read exactly."""
+    def _group(self, plan: StepPlan, length: int, rows: torch.Tensor, tile: int) -> QueryGroup:
+        """Made by the first layer that needs it in a step, and kept with the step."""
+        key = (length, self.window, tile)
+        if key not in plan.groups:
+            plan.groups[key] = GroupPlanner(plan, rows, length, self.window, tile).build()
+        return plan.groups[key]
+
+    def _history(self, layer: LayerCache, group: QueryGroup, heads: torch.Tensor) -> Partial:
         query = layer.codec.query(heads.flatten(2, 3)).view(heads.shape)
         partial = empty_partial(heads)
-        for first, count in self._tiles(group, heads, layer.store.block_size):
-            blocks = group.batch.block_table[group.rows, first : first + count].long()
-            positions = self._positions(group, first * layer.store.block_size, count * layer.store.block_size)
-            cached = (positions < group.history[:, None]) & ~plan.window.covers(group.batch, group.rows, positions)
-            used = cached.unflatten(1, (count, -1)).any(2)
-            keys, values = layer.store.read(torch.where(used, blocks, 0))
-            mask = cached[:, None] & self._in_window(group, positions)
-            partial = merge(partial, attend(query, keys, values, mask, self.softcap))
+        for blocks, mask in group.history:
+            partial = merge(partial, attend(query, *layer.store.read(blocks), mask, self.softcap))
         return layer.codec.output(partial[0]), partial[1]
 
-    def _recent(self, layer: LayerCache, plan: StepPlan, group: QueryGroup, heads: torch.Tensor) -> Partial:
-        """Exact recent tokens of the ring."""
-        index, present = plan.window.index[group.rows], plan.window.present[group.rows]
-        if index.shape[1] == 0:
+    def _recent(self, layer: LayerCache, group: QueryGroup, heads: torch.Tensor) -> Partial:
+        index, mask = group.recent
+        if not index.shape[1]:
             return empty_partial(heads)
-        positions = group.history[:, None] - index.shape[1] + torch.arange(index.shape[1], device=index.device)
-        mask = present[:, None] & self._in_window(group, positions)
         keys, values = (x[index].transpose(1, 2) for x in (layer.recent.keys, layer.recent.values))
         return attend(heads, keys, values, mask, self.softcap)
 
     def _own_chunk(self, group: QueryGroup, heads: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Partial:
-        """The step's own rows, causal."""
         keys, values = group.gather(key), group.gather(value)
         partial = empty_partial(heads)
-        step = tile_tokens(heads)
-        for start in range(0, keys.shape[2], step):
-            part = slice(start, start + step)
-            positions = group.positions[:, part]
-            causal = positions[:, None] <= group.positions[..., None]
-            mask = causal & group.real[:, None, part] & self._in_window(group, positions)
+        for part, mask in group.chunk:
             partial = merge(partial, attend(heads, keys[:, :, part], values[:, :, part], mask, self.softcap))
         return partial
-
-    def _tiles(self, group: QueryGroup, heads: torch.Tensor, block_size: int) -> Iterator[tuple[int, int]]:
-        """(first logical block, number of blocks) of each tile of the history."""
-        total = -(-int(group.history.max()) // block_size)
-        start = self._first_visible(group) // block_size
-        step = max(1, tile_tokens(heads) // block_size)
-        for first in range(start, total, step):
-            yield first, min(step, total - first)
-
-    def _first_visible(self, group: QueryGroup) -> int:
-        if not self.window:
-            return 0
-        return max(0, int(group.history.min()) - self.window + 1)
-
-    def _positions(self, group: QueryGroup, start: int, count: int) -> torch.Tensor:
-        return torch.arange(start, start + count, device=group.rows.device).expand(len(group.rows), -1)
-
-    def _in_window(self, group: QueryGroup, positions: torch.Tensor) -> torch.Tensor:
-        """Sliding window of every query row: bool [n, Q or 1, t]."""
-        if not self.window:
-            return torch.ones_like(positions, dtype=torch.bool)[:, None]
-        return positions[:, None] > group.positions[..., None] - self.window
 
 
 def empty_partial(heads: torch.Tensor) -> Partial:
@@ -185,8 +206,6 @@ def empty_partial(heads: torch.Tensor) -> Partial:
     return torch.zeros_like(heads), heads.new_full(heads.shape[:-1], -torch.inf)
 
 
-def tile_tokens(heads: torch.Tensor) -> int:
-    """Tokens of a tile for queries [n, H_kv, G, Q, d], so that scores and decoded rows stay within TILE_ELEMENTS."""
-    n, num_kv_heads, group, length, dim = heads.shape
-    per_token = n * num_kv_heads * max(group * length, 2 * dim)
-    return max(16, TILE_ELEMENTS // per_token)
+def tile_tokens(n: int, length: int, num_heads: int, dim: int) -> int:
+    """Tokens of a tile so that its scores and its decoded rows stay within TILE_ELEMENTS."""
+    return max(16, TILE_ELEMENTS // (n * num_heads * max(length, 2 * dim)))

@@ -53,7 +53,7 @@ class ScoringExtension:
         tested = torch.cat(self._tqab_recorded)
         self._tqab_recorded.clear()
         if not len(tested) or len(tested) % window or len(tested) > len(self._tqab_reference):
-            raise RuntimeError(f"recorded {len(tested)} rows of a reference with {len(self._tqab_reference)}, in windows of {window}")
+            raise RuntimeError(f"recorded {len(tested)} rows, reference {len(self._tqab_reference)}, window {window}")
         reference = self._tqab_reference[: len(tested)]
         p, q = (x.view(-1, window, x.shape[-1])[:, first:].flatten(0, 1) for x in (reference, tested))
         divergence = (p.exp() * (p - q)).sum(-1)
@@ -79,15 +79,16 @@ class Engine:
     def start(self) -> Any:
         from vllm import LLM
 
+        options: dict[str, Any] = {"dtype": self.dtype}
         return LLM(
             model=self.model,
-            dtype=self.dtype,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.chunk,
             enable_chunked_prefill=True,
             enforce_eager=True,
             worker_extension_cls=f"{__name__}.ScoringExtension",
+            **options,
         )
 
 
@@ -150,7 +151,8 @@ def capture_run(llm: Any, windows: list[list[int]], handle: EngineHandle) -> dic
     """capture_only on the first window: outputs must be identical; the shadow statistics give the attention error."""
     score(llm, windows[:1])
     found = llm.collective_rpc("tqab_compare", args=(WINDOW_TOKENS - 1, 0))[0]
-    return {"capture_only_max_difference": found["max_difference"], "rel_err_attention": shadow_error(handle.stats()[0])}
+    error = shadow_error(handle.stats()[0])
+    return {"capture_only_max_difference": found["max_difference"], "rel_err_attention": error}
 
 
 def run_ab(engine: Engine, preset: str, buffer_sizes: tuple[int, ...] = (128, 0), tokens: int = 64) -> dict[str, Any]:
@@ -166,7 +168,8 @@ def run_ab(engine: Engine, preset: str, buffer_sizes: tuple[int, ...] = (128, 0)
     result: dict[str, Any] = {"text_native": generate(llm, tokens)}
     score(llm, windows)
     llm.collective_rpc("tqab_keep_reference")
-    quality, report = [], {}
+    quality: list[Quality] = []
+    report: dict[str, Any] = {}
     for buffer_size in buffer_sizes:
         with attach(llm, preset=preset, buffer_size=buffer_size, mode="capture_only", shadow_interval=8) as handle:
             if not report:

@@ -142,9 +142,7 @@ class LayerGeometry:
 def geometry(layer: Any) -> LayerGeometry:
     """Native caches are logically [blocks, H_kv, block, 2 d] from 0.26.0 on."""
     cache = layer.kv_cache
-    return LayerGeometry(
-        cache.shape[0], cache.shape[2], layer.num_kv_heads, layer.head_size, cache.dtype, cache.device
-    )
+    return LayerGeometry(cache.shape[0], cache.shape[2], layer.num_kv_heads, layer.head_size, cache.dtype, cache.device)
 
 
 @dataclass(frozen=True)
@@ -179,9 +177,7 @@ def batch_of(metadata: Any, block_size: int) -> AttentionBatch:
         raise RuntimeError(f"turboquant's hooks serve causal decoder attention only; this step has causal={causal!r}")
     if getattr(metadata, "use_cascade", False):
         raise RuntimeError("turboquant's hooks do not serve cascade attention; set disable_cascade_attn=True")
-    return AttentionBatch(
-        metadata.query_start_loc.long(), metadata.seq_lens.long(), metadata.block_table, block_size
-    )
+    return AttentionBatch(metadata.query_start_loc.long(), metadata.seq_lens.long(), metadata.block_table, block_size)
 
 
 # ---- native pages ----------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from turboquant.batch import AttentionBatch
 from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan, window_blocks
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import MODE_POLICIES, Mode, ModePolicy, SkippedLayer, TurboQuantConfig, parse_mode
@@ -189,8 +188,8 @@ class LayerHook:
         self._score(plan, rows, query, key, value, scored)
         tokens = int(plan.batch.query_start[-1])
         reference = native[:tokens].float()
-        error = (scored[:tokens].float() - reference).norm() / reference.norm().clamp(min=torch.finfo(torch.float32).tiny)
-        self.shadow.add(float(error))
+        difference = (scored[:tokens].float() - reference).norm()
+        self.shadow.add(float(difference / reference.norm().clamp(min=1e-30)))
 
     def encode_native(self, blocks: torch.Tensor) -> None:
         """Fill the compressed pages of `blocks` from the native ones."""
@@ -291,7 +290,7 @@ class HookHandle(Mapping[str, LayerHook]):
         """
         self._check_installed()
         if self.policy.needs_native_cache:
-            raise HookError(f"mode {self.mode.value!r} reads the native KV cache; set_mode('full_tq') or 'hybrid' first")
+            raise HookError(f"mode {self.mode.value!r} reads the native KV cache; set 'hybrid' or 'full_tq' first")
         if self.is_freed:
             return 0
         if reasons := compat.free_objections(self.runner):
@@ -440,12 +439,14 @@ def raise_objections(runner: Any, layers: dict[str, Any], names: list[str], skip
     for name in names:
         for text in compat.layer_objections(layers[name]) + compat.signature_objections(layers[name].impl):
             by_text.setdefault(text, []).append(name)
-    reasons += [f"{text} (in {who[0]}{f' and {len(who) - 1} more' if who[1:] else ''})" for text, who in by_text.items()]
+    for text, who in by_text.items():
+        reasons.append(f"{text} (in {who[0]}{f' and {len(who) - 1} more' if who[1:] else ''})")
     if not names:
         why = "; ".join(f"{layer.name} {layer.reason}" for layer in skipped[:4]) or "it has none"
         reasons.append(f"no attention layer can be compressed: {why}")
     if reasons:
-        raise UnsupportedEngineError(f"turboquant cannot serve this engine (vLLM {compat.vllm_version()}):\n- " + "\n- ".join(reasons))
+        listed = "\n- ".join(reasons)
+        raise UnsupportedEngineError(f"turboquant cannot serve this engine (vLLM {compat.vllm_version()}):\n- {listed}")
 
 
 def build_caches(handle: HookHandle, names: list[str], transforms: dict[str, KeyTransform]) -> None:
@@ -492,11 +493,16 @@ def log_summary(handle: HookHandle) -> None:
     stats = handle.stats()
     reasons = {layer.reason for layer in handle.skipped}
     logger.info(
-        "turboquant: %s compresses %d of %d layers (%s), %.0f instead of %.0f bytes per token, window %d, ring %.1f MiB",
-        handle.config.name, len(handle), stats["layers"], "; ".join(sorted(reasons)) or "none skipped",
-        stats["bytes_per_token_compressed"], stats["bytes_per_token_native"], handle.window,
+        "turboquant: %s compresses %d of %d layers (%s): %.0f instead of %.0f B per token; window %d, ring %.1f MiB",
+        handle.config.name,
+        len(handle),
+        stats["layers"],
+        "; ".join(sorted(reasons)) or "none skipped",
+        stats["bytes_per_token_compressed"],
+        stats["bytes_per_token_native"],
+        handle.window,
         stats["ring_bytes"] / 2**20,
-    )  # fmt: skip
+    )
 
 
 def handle_of(model_runner: Any) -> HookHandle:

@@ -342,6 +342,7 @@ def test_fp8_error_is_half_a_unit():
     """e4m3 has 3 mantissa bits: half a unit is 2^-4 of the value, or 2^-10 of the scale when subnormal."""
     rows = normal(100, 64, seed=53) * torch.logspace(-3, 3, 100)[:, None]
     decoded = through_bytes(FP8Quantizer(64), rows)
+    assert ((FP8Quantizer(64).quantize(rows).codes & 0x7F).amax(-1) == 0x7E).all()  # the largest finite number
     scale = rows.abs().amax(-1, keepdim=True) / 448
     bound = torch.maximum(rows.abs() * 2**-4, scale * 2**-10) + BF16_EPS / 2 * rows.abs()
     assert ((decoded - rows).abs() <= bound).all()

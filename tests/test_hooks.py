@@ -178,7 +178,7 @@ def test_free_returns_the_bytes_and_native_modes_are_refused(monkeypatch):
     native_bytes = sum(layer.kv_cache.nbytes for layer in runner.layers.values())
     assert hooks.free_kv_cache(runner) == native_bytes
     assert hooks.free_kv_cache(runner) == 0
-    assert all(cache.device.type == "meta" for cache in runner.kv_caches)
+    assert all(cache.untyped_storage().nbytes() == 4 for cache in runner.kv_caches)
     runner.kv_caches[0][3].zero_()  # vLLM zeroes the blocks it hands out
     for mode in ("off", "capture_only"):
         with pytest.raises(NativeCacheFreedError, match=mode):
@@ -206,7 +206,7 @@ def test_free_is_refused_where_blocks_are_zeroed_by_address(monkeypatch):
     with hooks.install_turboquant_hooks(runner, mode="full_tq") as handle:
         with pytest.raises(UnsupportedEngineError, match="raw address"):
             handle.free_kv_cache()
-        assert all(layer.kv_cache.device.type == "cpu" for layer in runner.layers.values())
+        assert all(layer.kv_cache.untyped_storage().nbytes() > 4 for layer in runner.layers.values())
 
 
 def test_uninstall_leaves_no_trace():

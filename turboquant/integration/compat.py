@@ -57,6 +57,8 @@ def engine_objections(runner: Any) -> list[str]:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             reasons.append(f"{name}={getattr(parallel, name)}: only 1 is supported")
+    if getattr(parallel, "enable_dbo", False):
+        reasons.append("enable_dbo=True runs two batches through one layer at a time; turn it off")
     if config.kv_transfer_config is not None:
         reasons.append("kv_transfer_config is set: KV connectors move pages behind the hooks; remove it")
     if speculative is not None and speculative.method != "ngram":
@@ -235,8 +237,12 @@ def free_objections(runner: Any) -> list[str]:
 
 
 def placeholder(kv_cache: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape without memory: vLLM indexes and zeroes blocks of whatever is bound (0.32.0)."""
-    return torch.empty_like(kv_cache, device="meta")
+    """A one-element tensor of the same shape, dtype and device.
+
+    vLLM indexes and zeroes blocks of whatever is bound (0.32.0), and up to 0.26.0 builds an argument of the attention
+    op from its device, so it must not be on the meta device.
+    """
+    return kv_cache.new_zeros(1).expand(kv_cache.shape)
 
 
 def rebind(runner: Any, layer: Any, new: torch.Tensor) -> None:
@@ -249,7 +255,7 @@ def rebind(runner: Any, layer: Any, new: torch.Tensor) -> None:
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.device == b.device and a.device.type != "meta" and a.data_ptr() == b.data_ptr() and a.shape == b.shape
+    return a.device == b.device and a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 
 def drop_caches(runner: Any, layers: list[Any]) -> int:
@@ -264,6 +270,8 @@ def drop_caches(runner: Any, layers: list[Any]) -> int:
     for layer in layers:
         rebind(runner, layer, placeholder(layer.kv_cache))
     storages.clear()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     return sum(size for ref, size in watched if ref.expired()) - moved
 
 
@@ -280,6 +288,11 @@ def move_out(runner: Any, dropped: set[int], shared: set[int]) -> int:
     return moved
 
 
-def allocate_cache(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A zeroed native cache with the shape and strides of a placeholder."""
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).zero_()
+def form_of(kv_cache: torch.Tensor) -> torch.Tensor:
+    """Shape, dtype and memory order of a cache, without memory."""
+    return torch.empty_like(kv_cache, device="meta")
+
+
+def allocate_cache(form: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A zeroed native cache of this form."""
+    return torch.zeros_like(form, device=device)

@@ -9,6 +9,7 @@ Two methods of each layer's `impl` are replaced, `do_kv_cache_update` and `forwa
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,14 +79,18 @@ class CacheGroup:
         self._metadata: Any = None
         self._plan: StepPlan | None = None
         self._rows: dict[int, torch.Tensor] = {}
+        self._reads: dict[tuple[int, ...], tuple[int, int]] = {}
+        self.step_tokens = 0
 
     def begin_step(self, metadata: Any, slots: torch.Tensor, native_write: bool) -> StepPlan:
         """Plan of the step that `metadata` describes; made by the first layer that writes, reused by the others."""
         if self._plan is None or metadata is not self._metadata:
             batch = compat.batch_of(metadata, self.engine.block_size)
             self._plan, self._metadata, self._rows = self.engine.begin_step(batch), metadata, batch.rows_by_length()
+            self._reads.clear()
             self.steps += 1
             written = slots[slots >= 0]
+            self.step_tokens = len(written)
             self.in_store[written], self.in_native[written] = True, native_write
         return self._plan
 
@@ -94,6 +99,15 @@ class CacheGroup:
         if self._plan is None or metadata is not self._metadata:
             raise RuntimeError("attention was called for a step whose keys and values were not written")
         return self._plan, self._rows
+
+    def reads(self, plan: StepPlan, rows: dict[int, torch.Tensor]) -> tuple[int, int]:
+        """Cached tokens that the query groups `rows` read compressed and exactly; counted once per step."""
+        key = tuple(rows)
+        if key not in self._reads:
+            exact = sum(int(plan.window.present[group].sum()) for group in rows.values())
+            cached = sum(int(plan.batch.history_lens[group].sum()) for group in rows.values())
+            self._reads[key] = (cached - exact, exact)
+        return self._reads[key]
 
     def stale_slots(self) -> torch.Tensor:
         """Slots whose token only the compressed store holds: int64 [n]."""
@@ -116,6 +130,7 @@ class LayerHook:
         self.scorer = HybridScorer(parameters.scale, parameters.window, parameters.softcap)
         self.native_update, self.native_forward = layer.impl.do_kv_cache_update, layer.impl.forward
         self.layout = compat.native_layout(layer, self.native_update)
+        self.native_form = compat.form_of(layer.kv_cache)
         self.counters, self.shadow = Counters(), ShadowStats()
 
     def update(
@@ -131,7 +146,7 @@ class LayerHook:
         if metadata is not None:
             self.group.begin_step(metadata, slot_mapping, policy.native_write)
             self.group.engine.ingest(self.cache, key, value, slot_mapping)
-            self.counters.tokens_encoded += int((slot_mapping >= 0).sum())
+            self.counters.tokens_encoded += self.group.step_tokens
 
     def forward(
         self,
@@ -174,10 +189,9 @@ class LayerHook:
     ) -> None:
         heads = output.view(len(output), -1, self.cache.codec.key.dim)
         self.scorer.attend(self.cache, plan, query.view(heads.shape), (key, value), heads, rows)
-        for group in rows.values():
-            exact = int(plan.window.present[group].sum())
-            self.counters.tokens_read_exact += exact
-            self.counters.tokens_read_compressed += int(plan.batch.history_lens[group].sum()) - exact
+        compressed, exact = self.group.reads(plan, rows)
+        self.counters.tokens_read_compressed += compressed
+        self.counters.tokens_read_exact += exact
 
     def _shadow(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any, native: torch.Tensor
@@ -309,7 +323,7 @@ class HookHandle(Mapping[str, LayerHook]):
             hook.check_unpatchable()
         if self.is_freed:
             for hook in self.values():
-                new = compat.allocate_cache(hook.layer.kv_cache, hook.group.engine.device)
+                new = compat.allocate_cache(hook.native_form, hook.group.engine.device)
                 compat.rebind(self.runner, hook.layer, new)
             self.is_freed = False
         self._decode_stale()
@@ -404,12 +418,19 @@ def install_turboquant_hooks(
         raise HookError("turboquant's hooks are already installed on this model runner; uninstall them first")
     names, skipped = select_layers(model_runner, config)
     handle = HookHandle(model_runner, config, skipped=skipped)
-    build_caches(handle, names, dict(key_transforms or {}))
+    try:
+        build_caches(handle, names, dict(key_transforms or {}))
+    except torch.cuda.OutOfMemoryError as error:
+        raise HookError(f"no room for the compressed cache beside the native one: {error}; "
+                        "lower gpu_memory_utilization or num_gpu_blocks_override") from error  # fmt: skip
     for hook in handle.values():
         hook.patch()
     handle.installed = True
     _handles[model_runner] = handle
-    handle.set_mode(mode)
+    with ExitStack() as undo:
+        undo.enter_context(handle)
+        handle.set_mode(mode)
+        undo.pop_all()
     log_summary(handle)
     return handle
 

@@ -52,6 +52,8 @@ class CompressedBlockStore:
         slots = slots[: len(keys)]
         valid = slots >= 0
         slots, keys, values = slots[valid], keys[: len(slots)][valid], values[: len(slots)][valid]
+        if not len(slots):
+            return
         self._scatter(slots, "key", self.codec.key, self.codec.encode_keys(keys))
         self._scatter(slots, "value", self.codec.value, self.codec.encode_values(values))
 

@@ -374,6 +374,8 @@ class HookHandle(Mapping[str, LayerHook]):
             hooks = [hook for hook in self.values() if hook.group is group]
             group.engine.ring.clear()
             blocks = compat.live_blocks(hooks[0].layer.kv_cache)
+            if not len(blocks):
+                continue
             for hook in hooks:
                 hook.encode_native(blocks)
             size = group.engine.block_size
@@ -385,7 +387,7 @@ class HookHandle(Mapping[str, LayerHook]):
         for group in self.groups:
             slots = group.stale_slots()
             for hook in self.values():
-                if hook.group is group:
+                if len(slots) and hook.group is group:
                     hook.decode_native(slots)
             group.in_native[slots] = True
 

@@ -142,6 +142,12 @@ def test_chunked_append_equals_one_append(block_size):
     torch.testing.assert_close(chunked.attend(query), whole.attend(query))
 
 
+def test_appending_nothing():
+    cache = TurboQuantKVCache(1, 64, 50)
+    cache.append(rows(1, 1, 0, 64, seed=27), rows(1, 1, 0, 64, seed=28))
+    assert len(cache) == 0 and not cache._layer.store.pages.any()
+
+
 def tensors_of(thing, seen):
     """All tensors reachable from an object of this package."""
     if id(thing) in seen:

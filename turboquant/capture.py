@@ -5,7 +5,8 @@ never wrong, only less exact.  Rule: a cached token is read exactly iff it is am
 the step's own rows and its ring entry is still there.
 
 Replacement is least-recently-used, not first-in-first-out: every step touches the live windows of its batch, so a
-long prompt that streams through the ring cannot push out the windows of running requests.
+long prompt that streams through the ring cannot push out the windows of running requests; blocks that have left their
+request's window go first.
 """
 
 from collections.abc import Hashable
@@ -22,6 +23,9 @@ from turboquant.store import CompressedBlockStore
 def window_blocks(window: int, block_size: int) -> int:
     """Blocks that `window` cached tokens and the token being written can touch."""
     return -(-window // block_size) + 1 if window else 0
+
+
+FREE, RETIRED = -1, 0  # clock of entries without a block, and of blocks that have left their request's window
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,18 +51,21 @@ class ExactWindow:
 class ExactRing:
     """Which blocks have exact entries; shared by the layers of a KV-cache group, whose data lie in `RingData`.
 
-    capacity: number of entries.  Tables: slot_of_block int64 [num_blocks] (-1 = none), owner int64 [capacity] (-1 =
-    free), used int64 [capacity] (clock of last use), written bool [capacity, block_size].
+    capacity: number of entries.  The windows of n requests always fit into n * window_blocks entries as long as every
+    running request is in every batch; one that sits out steps can lose exactness to requests that came after it.
+    Tables: slot_of_block int64 [num_blocks] (-1 = none), owner int64 [capacity] (-1 = free), used int64 [capacity]
+    (clock of last use), written bool [capacity, block_size].
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, window: int, capacity: int, device: torch.device | str = "cpu"
     ):
-        self.block_size, self.window, self.capacity = block_size, window, capacity
-        self.step = 0
+        self.block_size, self.capacity = block_size, capacity
+        self.window = window if capacity else 0
+        self.step = 0  # the clock; two ticks a step
         self.slot_of_block = torch.full((num_blocks,), -1, device=device)
         self.owner = torch.full((capacity,), -1, device=device)
-        self.used = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.used = torch.full((capacity,), FREE, device=device)
         self.written = torch.zeros(capacity, block_size, dtype=torch.bool, device=device)
 
     @property
@@ -71,10 +78,12 @@ class ExactRing:
         self.step += 2
         if self.window:
             history, seq = batch.history_lens, batch.seq_lens
-            # Read in this step only; they give way to what the next steps read.
+            kept = seq - 1 - self.window  # where the windows of the next steps begin
+            self._touch(self._blocks_between(batch, history - self.window - self.block_size, kept), RETIRED)
+            # Read by this step only: they give way to what the next steps read.
             self._touch(self._blocks_between(batch, history - self.window, history), self.step - 1)
-            self._touch(self._blocks_between(batch, seq - 1 - self.window, history), self.step)
-            self._assign(self._blocks_between(batch, torch.maximum(history, seq - self.window), seq))
+            self._touch(self._blocks_between(batch, kept, history), self.step)
+            self._assign(self._blocks_between(batch, torch.maximum(history, kept + 1), seq))
         return self.locate(batch)
 
     def locate(self, batch: AttentionBatch) -> ExactWindow:
@@ -111,13 +120,13 @@ class ExactRing:
         """Forget every entry."""
         self.slot_of_block.fill_(-1)
         self.owner.fill_(-1)
-        self.used.zero_()
+        self.used.fill_(FREE)
         self.written.zero_()
 
     def _blocks_between(self, batch: AttentionBatch, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
         """Distinct physical blocks that hold positions [start, end) of the requests: int64 [n]."""
         first = start.clamp(min=0) // self.block_size
-        columns = torch.arange(window_blocks(self.window, self.block_size), device=first.device)
+        columns = torch.arange(window_blocks(self.window, self.block_size) + 1, device=first.device)
         logical = first[:, None] + columns
         wanted = logical * self.block_size < end[:, None]
         rows = torch.arange(len(first), device=first.device)

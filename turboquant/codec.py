@@ -17,8 +17,9 @@ KEY_STREAM, VALUE_STREAM, SKETCH_STREAM = 1, 2, 3
 class KeyTransform:
     """Affine map of a layer's keys before the rotation: k -> (k - center) * gain, and q -> q / gain.
 
-    center, gain: float32 [H_kv, d].  The centre shifts all logits of a query equally, so softmax ignores it and decode
-    never adds it back (papers.md 2.9).  Part of the cache's identity: fixed while pages live.
+    center, gain: float32 [H_kv, d].  The centre shifts the logits of all cached tokens of a query equally, by a number
+    that is added once per query (`KVCodec.center_logit`), never per token.  Part of the cache's identity: fixed while
+    pages live.
     """
 
     center: torch.Tensor
@@ -48,11 +49,7 @@ class KVCodec:
 
     def __init__(self, key: Quantizer, value: Quantizer, transform: KeyTransform):
         self.key, self.value = key, value
-        # One affine map per head: rotate(gain * (k - center)) = k @ forward - offset.
-        matrix = key.rotation.matrix.T
-        self.key_matrix = transform.gain[:, :, None] * matrix
-        self.key_offset = torch.einsum("hd,hde->he", transform.center, self.key_matrix)
-        self.query_matrix = matrix / transform.gain[:, :, None]
+        self.query_matrix = key.rotation.matrix.T / transform.gain[:, :, None]
         self.transform = transform
 
     @classmethod
@@ -80,8 +77,8 @@ class KVCodec:
 
     def encode_keys(self, keys: torch.Tensor) -> Quantized:
         """float [N, H_kv, d] -> Quantized, centred and rotated in float32."""
-        rows = torch.einsum("nhd,hde->nhe", keys.float(), self.key_matrix) - self.key_offset
-        return self.key.encode(rows)
+        rows = (keys.float() - self.transform.center) * self.transform.gain
+        return self.key.encode(self.key.rotation.forward(rows))
 
     def encode_values(self, values: torch.Tensor) -> Quantized:
         """float [N, H_kv, d] -> Quantized."""
@@ -96,6 +93,10 @@ class KVCodec:
         """float [..., H_kv, G, d] -> float32, in the basis in which decoded keys are scored."""
         return query.float() @ self.query_matrix
 
+    def center_logit(self, query: torch.Tensor) -> torch.Tensor:
+        """What the centre adds to every logit of query float32 [..., H_kv, G, d]: float32 [..., H_kv, G]."""
+        return (query @ self.transform.center[:, :, None]).squeeze(-1)
+
     def output(self, output: torch.Tensor) -> torch.Tensor:
         """Sums of decoded values [..., d] -> the original basis."""
         return self.value.rotation.inverse(output)
@@ -103,7 +104,7 @@ class KVCodec:
     @property
     def nbytes(self) -> int:
         """Bytes of the layer's tables."""
-        own = [self.key_matrix, self.key_offset, self.query_matrix, self.transform.center, self.transform.gain]
+        own = [self.query_matrix, self.transform.center, self.transform.gain]
         return sum(table.nbytes for table in own + self.key.tables() + self.value.tables())
 
 

@@ -74,6 +74,10 @@ def choice_error(what: str, value: object, allowed: Iterable[object]) -> ValueEr
     return ValueError(f"unknown {what} {str(value)!r}; allowed: {', '.join(names)}{hint}")
 
 
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def parse_mode(mode: "Mode | str") -> Mode:
     """Mode from its name or an old name; ValueError otherwise."""
     name = str(mode).lower()
@@ -119,13 +123,13 @@ class TurboQuantConfig:
 
     def _check_codec(self) -> None:
         for name in ("key_bits", "initial_layers_key_bits"):
-            if getattr(self, name) not in KEY_BITS:
+            if not is_int(getattr(self, name)) or getattr(self, name) not in KEY_BITS:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not supported; allowed: {KEY_BITS}")
         if self.key_quantizer not in KEY_QUANTIZERS:
             raise choice_error("key_quantizer", self.key_quantizer, KEY_QUANTIZERS)
         if self.value_quantizer not in VALUE_BITS:
             raise choice_error("value_quantizer", self.value_quantizer, VALUE_BITS)
-        if self.value_bits not in VALUE_BITS[self.value_quantizer]:
+        if not is_int(self.value_bits) or self.value_bits not in VALUE_BITS[self.value_quantizer]:
             allowed = VALUE_BITS[self.value_quantizer]
             raise ValueError(f"value_bits={self.value_bits!r} with {self.value_quantizer!r} values; allowed: {allowed}")
         if self.rotation not in ROTATIONS:
@@ -133,11 +137,13 @@ class TurboQuantConfig:
 
     def _check_sizes(self) -> None:
         for name in ("buffer_size", "initial_layers_count", "shadow_interval", "seed"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+            if not is_int(getattr(self, name)) or getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be an integer of at least 0")
         if not 0 < self.ring_share <= 1:
             raise ValueError(f"ring_share={self.ring_share!r} must be above 0 and at most 1")
-        if self.scale_candidates < 1 or self.scale_candidates % 2 == 0:
+        if not is_int(self.value_group) or self.value_group < 1:
+            raise ValueError(f"value_group={self.value_group!r} must be an integer of at least 1")
+        if not is_int(self.scale_candidates) or self.scale_candidates < 1 or self.scale_candidates % 2 == 0:
             raise ValueError(f"scale_candidates={self.scale_candidates!r} must be odd and at least 1")
 
     @classmethod

@@ -30,7 +30,8 @@ class TurboQuantKVCache:
         device: torch.device | str = "cpu",
         transform: KeyTransform | None = None,
     ):
-        for name, size in (("num_kv_heads", num_kv_heads), ("max_tokens", max_tokens), ("batch_size", batch_size)):
+        sizes = {"num_kv_heads": num_kv_heads, "max_tokens": max_tokens, "batch_size": batch_size}
+        for name, size in {**sizes, "block_size": block_size}.items():
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
         config = config or TurboQuantConfig()
@@ -58,6 +59,7 @@ class TurboQuantKVCache:
         """
         if (key is None) != (value is None):
             raise ValueError("attend needs key and value together, or neither")
+        self._check_query(query, key)
         if key is None or value is None:
             batch = self._batch(self.length + query.shape[2], query.shape[2])
             plan, own = StepPlan(batch, self._engine.ring.locate(batch)), None
@@ -70,7 +72,7 @@ class TurboQuantKVCache:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of real tensors: pages, exact recent tokens, tables, and their total."""
         pages, recent = self._layer.store.nbytes, self._layer.recent.nbytes
-        total = self._engine.nbytes
+        total = self._engine.nbytes + self._table.nbytes
         return {"pages": pages, "recent": recent, "tables": total - pages - recent, "total": total}
 
     def __len__(self) -> int:
@@ -92,6 +94,14 @@ class TurboQuantKVCache:
         self._engine.ingest(self._layer, token_rows(key), token_rows(value), slots.reshape(-1))
         self.length += new
         return plan
+
+    def _check_query(self, query: torch.Tensor, key: torch.Tensor | None) -> None:
+        fits = query.dim() == 4 and query.shape[0] == self.batch_size and query.shape[3] == self.head_dim
+        if not fits or query.shape[1] % self.num_kv_heads or not query.shape[1]:
+            expected = f"[{self.batch_size}, multiple of {self.num_kv_heads}, T, {self.head_dim}]"
+            raise ValueError(f"query is {tuple(query.shape)}, expected [B, H_q, T, d] = {expected}")
+        if key is not None and key.dim() == 4 and key.shape[2] != query.shape[2]:
+            raise ValueError(f"query has {query.shape[2]} rows per sequence, key {key.shape[2]}; they must be equal")
 
     def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:
         expected = (self.batch_size, self.num_kv_heads, key.shape[2] if key.dim() == 4 else -1, self.head_dim)

@@ -20,7 +20,7 @@ import torch
 
 from turboquant import codebook
 from turboquant.packing import pack, packed_bytes, plane_bytes, plane_widths, unpack
-from turboquant.rotation import Rotation, identity_rotation
+from turboquant.rotation import Rotation, batch_invariant_matmul, identity_rotation, tree_sum
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 NORMS = ("corrected", "plain", "unbiased")
@@ -96,19 +96,19 @@ class RowCodec:
 
 def scalars_to_bytes(scalars: torch.Tensor) -> torch.Tensor:
     """bfloat16 [..., n] -> uint8 [..., 2n], little-endian."""
-    return scalars.to(torch.bfloat16).contiguous().view(torch.uint8)
+    return scalars.to(torch.bfloat16).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def bytes_to_scalars(raw: torch.Tensor) -> torch.Tensor:
     """uint8 [..., 2n] -> bfloat16 [..., n]."""
-    return raw.contiguous().view(torch.bfloat16)
+    return raw.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
 
 
 def row_norm(rows: torch.Tensor) -> torch.Tensor:
     """Euclidean norm [..., 1] in float32 that neither overflows nor underflows for finite rows."""
     peak = rows.abs().amax(-1, keepdim=True)
     safe = torch.where(peak > 0, peak, torch.ones_like(peak))
-    return (rows / safe).square().sum(-1, keepdim=True).sqrt() * peak
+    return tree_sum((rows / safe).square()).sqrt() * peak
 
 
 def scan_scales(candidates: int) -> list[float]:
@@ -146,8 +146,8 @@ class TurboQuantMSE(RowCodec):
         rows = rows.float().contiguous()
         norm = row_norm(rows)
         unit = rows / torch.where(norm > 0, norm, torch.ones_like(norm)) * self.dim**0.5
-        codes, words, dot = self._best_codes(unit)
-        return Quantized(codes, self._scale(norm, words, dot).to(torch.bfloat16))
+        codes, energy, dot = self._best_codes(unit)
+        return Quantized(codes, self._scale(norm, energy, dot).to(torch.bfloat16))
 
     def decode(self, quantized: Quantized) -> torch.Tensor:
         """Quantized -> float32 [..., d] in the rotated basis."""
@@ -165,29 +165,20 @@ class TurboQuantMSE(RowCodec):
         return self.centroids.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def _best_codes(self, unit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes, codewords and <unit, codeword> of the pre-scale with the best cosine."""
-        best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        best_cosine = unit.new_empty(0)
-        for scale in self.scales:
-            codes = self.round(unit * scale)
-            words = self.lookup(codes)
-            dot = (unit * words).sum(-1, keepdim=True)
-            cosine = dot * words.square().sum(-1, keepdim=True).rsqrt()
-            if best is None:
-                best, best_cosine = (codes, words, dot), cosine
-                continue
-            better = cosine > best_cosine
-            best_cosine = torch.where(better, cosine, best_cosine)
-            best = tuple(torch.where(better, new, old) for new, old in zip((codes, words, dot), best, strict=True))  # type: ignore[assignment]
-        assert best is not None
-        return best
+        """Codes [..., d], |codeword|^2 and <unit, codeword> [..., 1] of the first pre-scale with the best cosine."""
+        codes = self.round(torch.stack([unit * scale for scale in self.scales]))
+        words = self.lookup(codes)
+        dots, energies = tree_sum(unit * words), tree_sum(words.square())
+        best = (dots * energies.rsqrt()).argmax(0, keepdim=True)
+        codes = codes.gather(0, best.expand(1, *unit.shape))
+        return codes[0], energies.gather(0, best)[0], dots.gather(0, best)[0]
 
-    def _scale(self, norm: torch.Tensor, words: torch.Tensor, dot: torch.Tensor) -> torch.Tensor:
+    def _scale(self, norm: torch.Tensor, energy: torch.Tensor, dot: torch.Tensor) -> torch.Tensor:
         if self.norm == "plain":
             return norm / self.dim**0.5
         if self.norm == "unbiased":
             return norm * self.dim**0.5 / torch.where(dot > 0, dot, torch.ones_like(dot))
-        return norm * words.square().sum(-1, keepdim=True).rsqrt()
+        return norm * energy.rsqrt()
 
     def tables(self) -> list[torch.Tensor]:
         return [self.rotation.matrix, self.centroids, self.thresholds]
@@ -219,7 +210,7 @@ class TurboQuantProd(RowCodec):
         rows = rows.float()
         coarse = self.mse.encode(rows)
         residual = rows - self.mse.decode(coarse)
-        signs = (residual @ self.sketch.T >= 0).to(torch.uint8)
+        signs = (batch_invariant_matmul(residual, self.sketch.T) >= 0).to(torch.uint8)
         scalars = torch.cat([coarse.scalars, row_norm(residual).to(torch.bfloat16)], dim=-1)
         return Quantized(coarse.codes | signs << (self.bits - 1), scalars)
 

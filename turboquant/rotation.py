@@ -27,8 +27,12 @@ class Rotation:
         return self.matrix.shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate rows: float [..., d] -> float32 [..., d]."""
-        return x.float() if self.kind == "identity" else x.float() @ self.matrix.T
+        """Rotate rows: float [..., d] -> float32 [..., d], the same bits for a row in any batch."""
+        if self.kind == "identity":
+            return x.float()
+        if self.kind == "hadamard":
+            return butterflies(x.float() * self.matrix[0].sign()) * self.dim**-0.5
+        return batch_invariant_matmul(x, self.matrix.T)
 
     def inverse(self, y: torch.Tensor) -> torch.Tensor:
         """Rotate rows back: float [..., d] -> float32 [..., d]."""
@@ -36,6 +40,29 @@ class Rotation:
 
     def to(self, device: torch.device | str) -> "Rotation":
         return Rotation(self.kind, self.matrix.to(device))
+
+
+def butterflies(x: torch.Tensor) -> torch.Tensor:
+    """Unnormalised Walsh-Hadamard transform of rows float32 [..., 2^m], in Sylvester order."""
+    width = 1
+    while width < x.shape[-1]:
+        pairs = x.unflatten(-1, (-1, 2, width))
+        x = torch.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2).flatten(-3)
+        width *= 2
+    return x
+
+
+def batch_invariant_matmul(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """x [..., d] @ matrix [d, e] in float32, summed in float64: BLAS orders its sums by the size of the batch."""
+    return (x.double() @ matrix.double()).float()
+
+
+def tree_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension, halves first: [..., d] -> [..., 1].  The order depends on d alone."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = torch.cat([x[..., :half] + x[..., half : 2 * half], x[..., 2 * half :]], dim=-1)
+    return x
 
 
 def _rng(stream: str, seed: Seed) -> np.random.Generator:

@@ -27,11 +27,17 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, softcap: float = 0.0
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    softcap: float = 0.0,
+    shift: torch.Tensor | None = None,
 ) -> Partial:
     """Softmax attention over one tile.
 
-    query float32 [n, H_kv, G, Q, d], already scaled; keys, values [n, H_kv, T, d]; mask bool [n, Q or 1, T].
+    query float32 [n, H_kv, G, Q, d], already scaled; keys, values [n, H_kv, T, d]; mask bool [n, Q or 1, T];
+    shift float32 [n, H_kv, G, Q], added to all logits of a row.
     Tokens that no row may see are blanked before the sum: their memory may hold anything (0 * NaN is NaN).
     Returns out [n, H_kv, G, Q, d] and lse [n, H_kv, G, Q].
     """
@@ -39,6 +45,8 @@ def attend(
     values = torch.where(seen, values.float(), 0.0)
     scores = query.flatten(2, 3) @ keys.float().transpose(-1, -2)
     scores = scores.unflatten(2, query.shape[2:4])
+    if shift is not None:
+        scores = scores + shift[..., None]
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
@@ -109,6 +117,8 @@ class GroupPlanner:
             positions = torch.arange(first * size, (first + count) * size, device=cached.device).expand(len(cached), -1)
             seen = (positions < cached[:, None]) & ~self.plan.window.covers(batch, self.rows, positions)
             mask = self._in_window(seen[:, None], positions)
+            if not mask.any():
+                continue
             blocks = batch.block_table[self.rows, first : first + count].long()
             used = mask.any(1).unflatten(1, (count, -1)).any(2)
             yield torch.where(used, blocks, 0), mask
@@ -173,17 +183,19 @@ class HybridScorer:
             output[group.tokens[group.real]] = flat[group.real].to(output.dtype)
 
     def _group(self, plan: StepPlan, length: int, rows: torch.Tensor, tile: int) -> QueryGroup:
-        """Made by the first layer that needs it in a step, and kept with the step."""
-        key = (length, self.window, tile)
+        """Made by the first layer that needs it in a step, and kept with the step (and `rows` with it, for its id)."""
+        key = (id(rows), length, self.window, tile)
         if key not in plan.groups:
-            plan.groups[key] = GroupPlanner(plan, rows, length, self.window, tile).build()
-        return plan.groups[key]
+            plan.groups[key] = (rows, GroupPlanner(plan, rows, length, self.window, tile).build())
+        return plan.groups[key][1]
 
     def _history(self, layer: LayerCache, group: QueryGroup, heads: torch.Tensor) -> Partial:
+        """Cached keys lack their centre: its logit is the same for all of them, but not for the other segments."""
         query = layer.codec.query(heads.flatten(2, 3)).view(heads.shape)
+        shift = layer.codec.center_logit(heads.flatten(2, 3)).view(heads.shape[:-1])
         partial = empty_partial(heads)
         for blocks, mask in group.history:
-            partial = merge(partial, attend(query, *layer.store.read(blocks), mask, self.softcap))
+            partial = merge(partial, attend(query, *layer.store.read(blocks), mask, self.softcap, shift))
         return layer.codec.output(partial[0]), partial[1]
 
     def _recent(self, layer: LayerCache, group: QueryGroup, heads: torch.Tensor) -> Partial:

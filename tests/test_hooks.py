@@ -1,6 +1,9 @@
 """The hooks on a fake runner: refusals, transcoding, freeing, undo; no vLLM needed."""
 
+import functools
+import gc
 import logging
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -222,6 +225,24 @@ def test_uninstall_leaves_no_trace():
         handle.set_mode("off")
     with pytest.raises(HookError, match="not installed"):
         hooks.get_stats(runner)
+
+
+def test_uninstall_restores_an_earlier_patch():
+    runner = make(1)
+    impl = runner.layers["layers.0"].impl
+    impl.forward = functools.wraps(impl.forward)(lambda *args, **kwargs: None)
+    earlier = impl.forward
+    hooks.install_turboquant_hooks(runner).uninstall()
+    assert impl.forward is earlier and "do_kv_cache_update" not in vars(impl)
+
+
+def test_a_discarded_engine_is_not_kept_alive():
+    runner = make(1)
+    gone = weakref.ref(runner)
+    hooks.install_turboquant_hooks(runner)
+    del runner
+    gc.collect()
+    assert gone() is None
 
 
 def test_uninstall_refuses_if_somebody_patched_over_us():

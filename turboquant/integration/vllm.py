@@ -223,17 +223,26 @@ class LayerHook:
             dtype = self.layer.kv_cache.dtype
             self.native_update(self.layer, keys.to(dtype), values.to(dtype), self.layer.kv_cache, part)
 
+    @property
+    def replacements(self) -> dict[str, Any]:
+        return {"do_kv_cache_update": self.update, "forward": self.forward}
+
     def patch(self) -> None:
-        self.layer.impl.do_kv_cache_update, self.layer.impl.forward = self.update, self.forward
+        attributes = vars(self.layer.impl)
+        self._previous = {name: attributes[name] for name in self.replacements if name in attributes}
+        attributes.update(self.replacements)
 
     def check_unpatchable(self) -> None:
         """Raise if somebody else patched the layer after us."""
-        for name, ours in (("do_kv_cache_update", self.update), ("forward", self.forward)):
+        for name, ours in self.replacements.items():
             if vars(self.layer.impl).get(name) != ours:
                 raise HookError(f"{self.name}: impl.{name} was replaced after turboquant; undo that first")
 
     def unpatch(self) -> None:
-        del self.layer.impl.do_kv_cache_update, self.layer.impl.forward
+        """Restore what was there: the class's methods, or an earlier patch of the instance."""
+        for name in self.replacements:
+            delattr(self.layer.impl, name)
+        vars(self.layer.impl).update(self._previous)
 
 
 @dataclass(eq=False)
@@ -330,7 +339,7 @@ class HookHandle(Mapping[str, LayerHook]):
         for hook in self.values():
             hook.unpatch()
         self.installed = False
-        _handles.pop(self.runner, None)
+        _handles.pop(id(self.runner), None)
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers: memory of real tensors, counters of every layer, skipped layers and why."""
@@ -392,7 +401,8 @@ class HookHandle(Mapping[str, LayerHook]):
             group.in_native[slots] = True
 
 
-_handles: "weakref.WeakKeyDictionary[Any, HookHandle]" = weakref.WeakKeyDictionary()
+# By id of the runner; the patched layers keep a handle alive, and it its runner.
+_handles: "weakref.WeakValueDictionary[int, HookHandle]" = weakref.WeakValueDictionary()
 
 
 def install_turboquant_hooks(
@@ -416,7 +426,7 @@ def install_turboquant_hooks(
         preset, key_bits=key_bits, value_bits=value_bits, buffer_size=buffer_size, **options
     )
     mode = parse_mode(mode)
-    if model_runner in _handles:
+    if id(model_runner) in _handles:
         raise HookError("turboquant's hooks are already installed on this model runner; uninstall them first")
     names, skipped = select_layers(model_runner, config)
     handle = HookHandle(model_runner, config, skipped=skipped)
@@ -428,7 +438,7 @@ def install_turboquant_hooks(
     for hook in handle.values():
         hook.patch()
     handle.installed = True
-    _handles[model_runner] = handle
+    _handles[id(model_runner)] = handle
     with ExitStack() as undo:
         undo.enter_context(handle)
         handle.set_mode(mode)
@@ -530,9 +540,9 @@ def log_summary(handle: HookHandle) -> None:
 
 def handle_of(model_runner: Any) -> HookHandle:
     """The hooks installed on a model runner; RuntimeError if there are none."""
-    if model_runner not in _handles:
+    if (handle := _handles.get(id(model_runner))) is None:
         raise HookError("turboquant's hooks are not installed on this model runner")
-    return _handles[model_runner]
+    return handle
 
 
 def set_mode(mode: Mode | str, model_runner: Any = None) -> None:

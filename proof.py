@@ -17,7 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from turboquant.config import PRESETS
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # many small QRs: numpy's threads fight with torch's
+
+from turboquant.config import PRESETS  # noqa: E402
 
 # Limits for k4v4 on the demo model, by buffer size: (largest mean KLD, smallest top-1 agreement).
 DEMO_LIMITS = {0: (0.065, 0.86), 128: (0.008, 0.94)}

@@ -17,9 +17,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # many small QRs: numpy's threads fight with torch's
+# Before numpy, torch and tqdm are loaded; what the user has set wins.  The claims' many small QRs make numpy's threads
+# fight with torch's.
+for _name in (
+    "OPENBLAS_NUM_THREADS",
+    "TQDM_DISABLE",
+    "VLLM_NO_USAGE_STATS",
+    "HF_HUB_OFFLINE",
+    "VLLM_CPU_KVCACHE_SPACE",
+):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from turboquant.config import PRESETS  # noqa: E402
+from turboquant.config import PRESETS
 
 # Limits for k4v4 on the demo model, by buffer size: (largest mean KLD, smallest top-1 agreement).
 DEMO_LIMITS = {0: (0.065, 0.86), 128: (0.008, 0.94)}
@@ -42,19 +52,13 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def quiet_vllm() -> None:
-    """Settings for the A/B; whatever the user has set already wins."""
-    for name in ("VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE", "TQDM_DISABLE"):
-        os.environ.setdefault(name, "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-
 def run_claims(seed: int) -> list[dict[str, Any]]:
-    from turboquant.claims import run_claims as run
+    from turboquant.claims import CLAIMS
 
-    claims = [asdict(claim) for claim in run(seed)]
-    for claim in claims:
+    claims = []
+    for claim in (asdict(run(seed)) for run in CLAIMS):
         print(f"[{'PASS' if claim['ok'] else 'FAIL'}] {claim['name']}: {claim['value']} (bound: {claim['bound']})")
+        claims.append(claim)
     return claims
 
 
@@ -117,7 +121,6 @@ def mib(size: int) -> str:
 
 
 def run_engine(model: str | None, preset: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    quiet_vllm()
     from turboquant.demo import smollm2
     from turboquant.integration.ab import Engine, run_ab
 

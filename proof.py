@@ -29,7 +29,7 @@ for _name in (
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from turboquant.config import PRESETS
+from turboquant.config import PRESETS  # noqa: E402
 
 # Limits for k4v4 on the demo model, by buffer size: (largest mean KLD, smallest top-1 agreement).
 DEMO_LIMITS = {0: (0.065, 0.86), 128: (0.008, 0.94)}

@@ -11,7 +11,7 @@ from turboquant.demo import smollm2  # noqa: E402
 from turboquant.integration.vllm import HookError, NativeCacheFreedError  # noqa: E402
 
 LENGTHS = [5, 31, 32, 33, 64, 97, 150, 201]
-TOKENS = 10
+TOKENS = 6
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_leaving_full_tq_decodes_the_store_into_native_pages(llm, native, back_t
     llm.reset_prefix_cache()
     with attach(llm, mode="full_tq") as handle:
         llm.llm_engine.add_request("walk", prompt, greedy(TOKENS, 1024))
-        run_steps(llm, 4)
+        run_steps(llm, 3)
         handle.set_mode(back_to)
         output = run_steps(llm, 1000)["walk"]
     assert_close(native[-1:], [output])
@@ -154,7 +154,7 @@ def test_skipped_layers_stay_native_and_survive_a_free(llm, native):
         assert stats["layers_compressed"] == 28 and set(stats["layers_skipped"].values()) == {"is in skip_layers"}
         llm.reset_prefix_cache()
         llm.llm_engine.add_request("skip", prompt, greedy(TOKENS, 1024))
-        run_steps(llm, 5)
+        run_steps(llm, 3)
         freed = handle.free_kv_cache()
         assert 0 < freed <= stats["native_bytes"]
         output = run_steps(llm, 1000)["skip"]

@@ -103,12 +103,18 @@ class World:
         keys, values = torch.where(is_exact[:, None, None], self.exact[:, ids], self.coded[:, ids])
         options = {"window": self.scorer.window, "softcap": self.scorer.softcap}
         expected = attention(query, keys, values, history, self.scorer.scale, **options)
-        rival = attention(query, keys, values, history, self.scorer.scale, **options, dtype=torch.float32)
+        rival = self.rotated_attention(query, keys, values, history, options)
         self.errors.append(rel_l2(output, expected).flatten())
         self.rival_errors.append(rel_l2(rival.to(self.dtype), expected).flatten())
         self.cosines.append(cosine(output, expected).flatten())
         self.exact_tokens += len(exact_positions)
         self.coded_tokens += history - len(exact_positions)
+
+    def rotated_attention(self, query, keys, values, history, options):
+        """torch's own float32 attention in the codec's bases: rotated query, keys and values, output rotated back."""
+        key_matrix, value_matrix = self.codec.key.rotation.matrix, self.codec.value.rotation.matrix
+        rows = (query.float() @ key_matrix.T, keys.float() @ key_matrix.T, values.float() @ value_matrix.T)
+        return attention(*rows, history, self.scorer.scale, **options, dtype=torch.float32) @ value_matrix
 
     def check(self):
         """Trap 1: relative error and cosine of every row and head, against torch's own error in this dtype.
@@ -349,7 +355,7 @@ def test_centre_of_the_key_transform(softcap):
 # ---- batches from bug reports ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["long first", "long last"])
 @pytest.mark.parametrize("long", [(0, 1000), (0, 1000, 0, 700), (3, 997)], ids=["one", "two", "continued"])
-@pytest.mark.parametrize("chunk", [(400, 100), (499, 1), (40, 460)], ids=["chunk", "one token", "large chunk"])
+@pytest.mark.parametrize("chunk", [(400, 100), (499, 1)], ids=["chunk", "one token"])
 def test_mixed_batch_keeps_the_cached_prefix(order, long, chunk):
     """S1: {q=1000, seq=1000; q=100, seq=500}: max_query_len == max_seq_len does not mean that nobody has history."""
     world = World(block_size=16, num_blocks=330, heads=1)
@@ -689,10 +695,10 @@ def transient_bytes(contexts, rows, sliding):
 @pytest.mark.parametrize("sliding", [0, 48])
 @pytest.mark.parametrize("others", [(), (40,)], ids=["alone", "beside a short one"])
 def test_transient_memory_does_not_grow_with_the_context(monkeypatch, rows, sliding, others):
-    """S8: eight times the context adds a few copies of its block table, and a mask of a byte per request and token."""
+    """S8: six times the context adds a few copies of its block table, and a mask of a byte per request and token."""
     monkeypatch.setattr(score, "TILE_ELEMENTS", 1 << 15)
-    small, large = (transient_bytes((context, *others), rows, sliding) for context in (512, 4096))
-    assert large - small <= 4 * (1 + len(others)) * (4096 - 512)
+    small, large = (transient_bytes((context, *others), rows, sliding) for context in (512, 3072))
+    assert large - small <= 4 * (1 + len(others)) * (3072 - 512)
     assert small < 12 * 4 * (1 << 15)
 
 

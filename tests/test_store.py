@@ -182,19 +182,19 @@ def test_chunking_and_order_do_not_change_the_bytes(options, rows, order, cuts, 
     assert torch.equal(chunked.pages, whole.pages)
 
 
-@pytest.mark.parametrize("chunk", [1, 3])
-def test_bytes_of_a_token_do_not_depend_on_the_size_of_its_step(chunk):
+@pytest.mark.parametrize(("dim", "chunk", "options"), [(576, 3, {}), (128, 1, {}), (80, 1, VARIANTS["prod"])])
+def test_bytes_of_a_token_do_not_depend_on_the_size_of_its_step(dim, chunk, options):
     """Habit 8 on ordinary numbers: a token of a decode or verify step gets the bytes that a prefill gives it."""
-    whole, chunked = make_store(576, 16, 32, fill=0), make_store(576, 16, 32, fill=0)
-    keys, values = random_rows(400, 576, seed=13)
+    whole, chunked = (make_store(dim, 16, 32, fill=0, **options) for _ in range(2))
+    keys, values = random_rows(400, dim, seed=13)
     slots = torch.arange(400)
     whole.write(slots, keys, values)
     for part in slots.split(chunk):
         chunked.write(part, keys[part], values[part])
-    differing = sum(
-        (a != b).any(-1).any(-1).sum() for a, b in zip(whole.read_slots(slots), chunked.read_slots(slots), strict=True)
-    )
+    pairs = zip(whole.read_slots(slots), chunked.read_slots(slots), strict=True)
+    differing = int(sum((a != b).any(-1).any(-1).sum() for a, b in pairs))
     assert differing == 0, f"{differing} of 800 rows differ"
+    assert torch.equal(whole.pages, chunked.pages)
 
 
 def test_later_writes_win():

@@ -157,7 +157,7 @@ class TurboQuantMSE(RowCodec):
         """Nearest centroid of float32 [...]: uint8 [...]; the number of thresholds below (NaN gives 0)."""
         codes = torch.zeros(unit.shape, dtype=torch.uint8, device=unit.device)
         for threshold in self.thresholds:  # 8 times faster than torch.bucketize at 4 bits on a CPU
-            codes += unit > threshold
+            codes += (unit > threshold).view(torch.uint8)
         return codes
 
     def lookup(self, codes: torch.Tensor) -> torch.Tensor:

@@ -572,14 +572,14 @@ def test_layers_of_one_step_do_not_get_mixed_up():
     request = Request(0, blocks=list(range(20)))
     for history, new in ((0, 50), (50, 3)):
         step = plain_step([(request, history, new)], 8)
-        plan = engine.begin_step(step.batch)
+        plan, rows = engine.begin_step(step.batch), step.batch.rows_by_length()
         for i, (layer, (heads, group, dim, window, softcap)) in enumerate(zip(layers, shapes, strict=True)):
             query, *own = (normal(new, h, dim, seed=10 * i + j) for j, h in enumerate((heads * group, heads, heads)))
             engine.ingest(layer, *own, step.slots)
             scorer = HybridScorer(dim**-0.5, window, softcap)
             for outputs, which in ((shared, plan), (alone, StepPlan(step.batch, plan.window))):
                 outputs.append(torch.empty_like(query))
-                scorer.attend(layer, which, query, own, outputs[-1])
+                scorer.attend(layer, which, query, own, outputs[-1], rows)
     assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
 
 

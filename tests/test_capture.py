@@ -96,7 +96,7 @@ def window_of(request, window, new):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("window", "block_size"), [(1, 8), (7, 8), (8, 8), (9, 8), (24, 8), (5, 1), (20, 16)])
 def test_exact_iff_in_the_window_and_still_there(window, block_size, seed):
-    """Design 4: with room for all blocks, exactly what plain sets say; prefix hits, preemption, rejected drafts."""
+    """With room for all blocks, exactly what plain sets say; prefix hits, preemption, rejected drafts."""
     scheduler = Scheduler(seed, num_blocks=240 // block_size + 8, block_size=block_size)
     ring, model = Tracked(300, block_size, window, 300), AmpleRing(window, block_size)
     seen = 0
@@ -411,7 +411,7 @@ def test_ring_without_capacity_holds_nothing():
 
 @pytest.mark.parametrize("claimed_rows", [0, 1, 4])
 def test_padded_requests(claimed_rows):
-    """S2: rows with seq_len 0 whose table is garbage take no entry and read nothing, whatever query_start says."""
+    """Rows with seq_len 0 whose table is garbage take no entry and read nothing, whatever query_start says."""
     ring = ExactRing(16, 8, 8, 4)
     garbage = torch.tensor([[5, 2**30], [2**30, -7], [-1, 2**31 - 1]], dtype=torch.int32)
     starts = torch.tensor([0, 3, 3 + claimed_rows, 3 + 2 * claimed_rows])
@@ -424,7 +424,7 @@ def test_padded_requests(claimed_rows):
 
 
 def test_batch_of_dummy_lengths():
-    """S2: capture metadata with 4 rows and seq_len 1 neither goes negative nor reads a cached token."""
+    """Capture metadata with 4 rows and seq_len 1 neither goes negative nor reads a cached token."""
     batch = AttentionBatch(torch.tensor([0, 4, 8]), torch.tensor([1, 1]), torch.zeros(2, 1, dtype=torch.int32), 8)
     assert batch.query_lens.tolist() == [1, 1] and batch.history_lens.tolist() == [0, 0]
     assert not ExactRing(4, 8, 8, 4).plan(batch).present.any()

@@ -116,7 +116,7 @@ def bypass_the_bytes(monkeypatch):
     monkeypatch.setattr(quantizer.RowCodec, "dequantize", lambda self, quantized: rows[-1])
 
 
-# Mutation and the claims that must notice it (papers.md, section 5).
+# Mutation and the claims that must notice it.
 MUTATIONS = [
     (skip_rotation, (2, 3, 9)),
     (sell_hadamard_as_haar, (2, 3)),
@@ -143,7 +143,7 @@ def test_data_stream_is_none_of_the_rotations():
     assert claims.DATA_STREAM not in rotation.STREAMS.values()
 
 
-# Spherical-cap bound times 4^b at whole rates (papers.md, sections 1 and 2.1).
+# Spherical-cap bound times 4^b at whole rates.
 @pytest.mark.parametrize(
     ("dim", "bits", "scaled"),
     [(128, 1, 1.024), (128, 2, 1.015), (128, 3, 1.004), (128, 4, 0.993), (128, 8, 0.951), (64, 4, 0.976)],

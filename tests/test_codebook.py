@@ -11,7 +11,7 @@ from turboquant import codebook
 SHIPPED = [(dim, bits) for dim in codebook.SHIPPED_DIMS for bits in codebook.SHIPPED_BITS]
 FOLDER = Path(codebook.__file__).parent.parent / "codebooks"
 
-# D per width for source variance 1 (papers.md 2.1), printed to five digits.
+# D per width for source variance 1, printed to five digits.
 MSE = {
     64: (0.35839, 0.11453, 0.033391, 0.0091315),
     80: (0.35939, 0.11511, 0.033620, 0.0092045),

@@ -102,7 +102,7 @@ def test_prefill_in_hybrid_is_native_and_exact(monkeypatch):
 
 
 def test_mixed_batch_decode_compressed_prefill_native(monkeypatch):
-    """One request decodes while another continues its prefill: each reads what the mode says (case S1)."""
+    """One request decodes while another continues its prefill: each reads what the mode says."""
     runner = make(1)
     engine = FakeEngine(runner, monkeypatch)
     (qa, ka, va), (qb, kb, vb) = rows(5, 41, 47)
@@ -319,7 +319,7 @@ def test_a_model_without_any_compressible_layer_is_refused():
 
 
 def test_profiling_calls_pass_through():
-    """Metadata None: vLLM profiles with whatever cache is bound (case S22)."""
+    """Metadata None: vLLM profiles with whatever cache is bound."""
     runner = make(1)
     layer = runner.layers["layers.0"]
     with hooks.install_turboquant_hooks(runner, mode="full_tq"):

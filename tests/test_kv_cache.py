@@ -49,7 +49,7 @@ def test_everything_in_the_window_is_exact(batch, heads, group, dim):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_compressed_history_is_close(preset):
-    """Worst output cosine of cases.md section 8 with compressed tokens; and they are really compressed."""
+    """Worst output cosine with compressed tokens; and they are really compressed."""
     config = TurboQuantConfig.from_options(preset, buffer_size=0)
     cache = TurboQuantKVCache(2, 64, 300, config=config)
     key, value, query = rows(1, 2, 256, 64, seed=4), rows(1, 2, 256, 64, seed=5), rows(1, 4, 64, 64, seed=6) / 2

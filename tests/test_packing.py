@@ -22,7 +22,7 @@ def all_codes(bits, dim):
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_bytes_are_the_documented_ones(bits, dim):
-    """C6: all codes, odd head sizes, against the oracle."""
+    """All codes, odd head sizes, against the oracle."""
     codes = all_codes(bits, dim)
     planes = pack(torch.from_numpy(codes), bits)
     for plane, expected in zip(planes, planes_oracle(codes, bits), strict=True):
@@ -33,7 +33,7 @@ def test_bytes_are_the_documented_ones(bits, dim):
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_every_byte_value_in_every_place(width):
-    """C6: 256 byte values x all bytes of a row; unpack is the inverse of the oracle and pack of unpack."""
+    """256 byte values x all bytes of a row; unpack is the inverse of the oracle and pack of unpack."""
     n = 80 * width // 8
     packed = ((np.arange(256)[:, None] + 37 * np.arange(n)) % 256).astype(np.uint8)
     codes = unpack_plane(torch.from_numpy(packed), width)
@@ -53,7 +53,7 @@ def test_every_byte_value_in_every_place(width):
     ],
 )
 def test_golden_bytes(bits, codes, planes):
-    """C6: worked out by hand; a change of the layout has to be deliberate."""
+    """Worked out by hand; a change of the layout has to be deliberate."""
     found = pack(torch.tensor(codes, dtype=torch.uint8), bits)
     assert [bytes(plane.tolist()).hex() for plane in found] == planes
 
@@ -73,7 +73,7 @@ def test_round_trip(data, bits, dim):
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_strided_codes_and_planes(bits):
-    """C9: neither direction may take strides from shapes."""
+    """Neither direction may take strides from shapes."""
     codes = torch.from_numpy(all_codes(bits, 64))
     strided = codes.t().contiguous().t()
     planes = pack(strided, bits)

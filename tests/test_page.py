@@ -33,7 +33,7 @@ def page_format(preset, block_size, dim, key_quantizer="mse", value_quantizer="l
 @presets
 @block_sizes
 def test_planes_are_aligned_and_disjoint(preset, block_size):
-    """S21: block sizes that are no power of two, too."""
+    """Block sizes that are no power of two, too."""
     for dim, (key, value) in itertools.product(HEAD_DIMS, QUANTIZERS):
         layout = page_format(preset, block_size, dim, key, value)
         end = 0
@@ -57,7 +57,7 @@ def test_page_bytes_formula(preset, block_size):
         assert layout.bytes_per_token(8, 3) == 24 * layout.page_bytes / block_size
 
 
-# Slot bytes per token and KV head (papers.md 4).
+# Slot bytes per token and KV head.
 SLOT_BYTES = {
     "k8v4": {64: 100, 128: 196, 256: 388},
     "k4v4": {64: 68, 128: 132, 256: 260},
@@ -160,7 +160,7 @@ def test_keys_are_token_major_and_values_dimension_major(block_size):
 
 
 def test_check_accepts_padded_page_strides():
-    """C9: the stride of a page may be larger than its bytes."""
+    """The stride of a page may be larger than its bytes."""
     layout = PageFormat(64, 16, 4, 4)
     padded = torch.zeros(4, 2, layout.page_bytes + 48, dtype=torch.uint8)[..., : layout.page_bytes]
     layout.check(padded)

@@ -20,7 +20,7 @@ from turboquant.quantizer import (
 )
 from turboquant.rotation import haar_rotation, make_rotation, qjl_matrix
 
-# D per width for source variance 1 (papers.md 2.1).
+# D per width for source variance 1.
 DISTORTION = {
     64: (0.35839, 0.11453, 0.033391, 0.0091315),
     80: (0.35939, 0.11511, 0.033620, 0.0092045),
@@ -69,7 +69,7 @@ EXPECTED_OF_NORM = {
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 @pytest.mark.parametrize("dim", DISTORTION)
 def test_distortion_is_the_theoretical_one(dim, bits, norm):
-    """papers.md 2.1 and 2.4: D, 2 - 2 sqrt(1-D), D / (1-D); Gaussian rows, whose directions are uniform.
+    """D, 2 - 2 sqrt(1-D), D / (1-D); Gaussian rows, whose directions are uniform.
 
     1 % for Jensen's gap of the last two: D varies from row to row.
     """
@@ -81,7 +81,7 @@ def test_distortion_is_the_theoretical_one(dim, bits, norm):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_distortion_of_massive_channels(bits):
-    """Rows that a quantiser without rotation cannot serve; one row per rotation (papers.md 5.1.6)."""
+    """Rows that a quantiser without rotation cannot serve; one row per rotation."""
     errors = []
     for seed in range(80):
         row = normal(1, 64, seed=1000 + seed)
@@ -94,7 +94,7 @@ def test_distortion_of_massive_channels(bits):
 
 @pytest.mark.parametrize(("bits", "floor"), [(2, 0.935), (3, 0.980), (4, 0.994)])
 def test_key_cosine(bits, floor):
-    """C1: a kernel that masks 3-bit codes with 3 reaches 0.068."""
+    """A kernel that masks 3-bit codes with 3 reaches 0.068."""
     rows = normal(200, 128, seed=bits)
     assert cosine(through_bytes(mse(128, bits), rows), rows).mean() > floor
 
@@ -104,7 +104,7 @@ def test_key_cosine(bits, floor):
     [(4, {1: 0.00912, 3: 0.00825, 5: 0.00801, 9: 0.00789}), (3, {1: 0.03385, 3: 0.03244, 5: 0.03219, 9: 0.03204})],
 )
 def test_scale_scan_gains_what_it_should(bits, expected):
-    """papers.md 2.3, d = 128."""
+    """The gain measured at d = 128."""
     rows = normal(2000, 128, seed=21)
     found = {n: distortion(mse(128, bits, scale_candidates=n), rows) for n in expected}
     for n, value in expected.items():
@@ -146,7 +146,7 @@ def test_norm_corrected_scale_keeps_the_norm(bits):
 @quantizers
 @pytest.mark.parametrize("exponent", [-100, -20, 1, 10, 17])
 def test_powers_of_two_change_only_the_scalars(make, exponent):
-    """C7: 2^-100 is 1e-30, 2^17 is 1e5; all arithmetic is exact under powers of two."""
+    """2^-100 is 1e-30, 2^17 is 1e5; all arithmetic is exact under powers of two."""
     quantizer, rows = make(64), normal(20, 64, seed=31)
     one, other = quantizer.quantize(rows), quantizer.quantize(rows * 2.0**exponent)
     assert torch.equal(one.codes, other.codes)
@@ -156,7 +156,7 @@ def test_powers_of_two_change_only_the_scalars(make, exponent):
 @quantizers
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 778.0, 1e5])
 def test_direction_does_not_depend_on_the_size(make, size):
-    """C7: the sizes of the reports; the relative error is the same up to the bf16 rounding of the scalars."""
+    """The sizes of the reports; the relative error is the same up to the bf16 rounding of the scalars."""
     quantizer, rows = make(80), normal(20, 80, seed=32)
     one, other = (rel_l2(through_bytes(quantizer, rows * s), rows * s) for s in (1.0, size))
     assert (one - other).abs().mean() < BF16_EPS
@@ -164,7 +164,7 @@ def test_direction_does_not_depend_on_the_size(make, size):
 
 @quantizers
 def test_zero_rows_decode_to_zero(make):
-    """C7: a zero key scores exactly 0, and its neighbours do not notice."""
+    """A zero key scores exactly 0, and its neighbours do not notice."""
     quantizer, rows = make(64), normal(5, 64, seed=33)
     rows[2] = 0
     decoded = through_bytes(quantizer, rows)
@@ -175,7 +175,7 @@ def test_zero_rows_decode_to_zero(make):
 
 @quantizers
 def test_constant_rows(make):
-    """C7: faiss#5381 divides by a range of 0; a constant is no harder than another row."""
+    """Faiss#5381 divides by a range of 0; a constant is no harder than another row."""
     quantizer, rows = make(128), normal(50, 128, seed=34)
     constant = torch.tensor([[1.0], [-3.5], [1e-3], [778.0]]).expand(-1, 128)
     assert (
@@ -187,7 +187,7 @@ def test_constant_rows(make):
 @quantizers
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_broken_rows_stay_alone_and_visible(make, bad):
-    """C7: one NaN or Inf spoils its own row, does not become a plausible zero vector, and touches no other row."""
+    """One NaN or Inf spoils its own row, does not become a plausible zero vector, and touches no other row."""
     quantizer, rows = make(64), normal(6, 64, seed=35)
     clean = quantizer.to_bytes(quantizer.quantize(rows))
     rows[3, 17] = bad
@@ -210,7 +210,7 @@ def test_row_norm_neither_overflows_nor_underflows(size):
 @pytest.mark.parametrize("dim", [96, 192, 576])
 @quantizers
 def test_tail_of_the_head_is_kept(make, dim):
-    """C3: all energy in the last 64 coordinates of a head size that is no multiple of 128."""
+    """All energy in the last 64 coordinates of a head size that is no multiple of 128."""
     rows = torch.zeros(40, dim)
     rows[:, -64:] = normal(40, 64, seed=37)
     decoded, whole = through_bytes(make(dim), rows), through_bytes(make(dim), normal(40, dim, seed=38))
@@ -278,7 +278,7 @@ def inner_product_errors(bits, disable_sketch=False):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_prod_is_unbiased_and_its_sketch_matters(bits):
-    """C12: |z| < 4.5 over fresh sketches; without the sketch the slope is 1 - D of bits - 1 (papers.md 2.4)."""
+    """|z| < 4.5 over fresh sketches; without the sketch the slope is 1 - D of bits - 1."""
     errors = inner_product_errors(bits)
     standard_error = errors.std(ddof=1) / math.sqrt(len(errors))
     assert abs(errors.mean()) < 4.5 * standard_error
@@ -289,7 +289,7 @@ def test_prod_is_unbiased_and_its_sketch_matters(bits):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_prod_variance_is_theorem_2(bits):
-    """d Var = (pi/2) D(bits-1) for q orthogonal to x (papers.md 5, claim 7), within 4.5 standard errors and 1 %."""
+    """d Var = (pi/2) D(bits-1) for q orthogonal to x, within 4.5 standard errors and 1 %."""
     squares = []
     for seed in range(30):
         quantizer = TurboQuantProd(64, bits, haar_rotation(64, 100 + seed), qjl_matrix(64, 100 + seed))
@@ -414,7 +414,7 @@ BIAS_CHANNELS = [3, 20, 41, 77, 90, 121]
 
 
 def bias_fixture(rotary):
-    """cases.md section 8: six channels of +-247, |b| = 605, keys N(0, 1) + b, queries N(0, 1) / 2, position = N."""
+    """Six channels of +-247, |b| = 605, keys N(0, 1) + b, queries N(0, 1) / 2, position = N."""
     bias = torch.zeros(128)
     bias[BIAS_CHANNELS] = torch.tensor([247.0, -247.0, 247.0, 247.0, -247.0, -247.0])
     keys, queries = normal(256, 128, seed=71) + bias, normal(64, 128, seed=72) / 2
@@ -438,14 +438,14 @@ def output_cosine(keys, queries, values, center):
 
 
 def test_centre_removes_a_constant_bias():
-    """C13: what a position-independent centre can do; without it the output is garbage."""
+    """What a position-independent centre can do; without it the output is garbage."""
     keys, queries, values = bias_fixture(rotary=False)
     assert output_cosine(keys, queries, values, torch.zeros(128)) < 0.8
     assert output_cosine(keys, queries, values, keys.mean(0)) > 0.98
 
 
 def test_constant_centre_cannot_follow_a_rotating_bias():
-    """C13: under RoPE the bias turns with the position; the mean is not enough (papers.md 2.9: 0.291 to 0.380)."""
+    """Under RoPE the bias turns with the position; the mean is not enough (0.291 to 0.380)."""
     keys, queries, values = bias_fixture(rotary=True)
     plain, centred = (output_cosine(keys, queries, values, c) for c in (torch.zeros(128), keys.mean(0)))
     assert plain < 0.8 and centred < 0.98
@@ -453,7 +453,7 @@ def test_constant_centre_cannot_follow_a_rotating_bias():
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_accuracy_does_not_depend_on_the_head_size(bits):
-    """C4: relative error of attention at head sizes 192 and 576 at most 1.15 times that at 128."""
+    """Relative error of attention at head sizes 192 and 576 at most 1.15 times that at 128."""
     errors = {}
     for dim in (128, 192, 576):
         codec = build_codec(1, dim, key_bits=bits, value_bits=bits)

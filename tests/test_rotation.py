@@ -31,7 +31,7 @@ CASES = [("auto", dim) for dim in DIMS] + [("haar", dim) for dim in POWERS]
 
 @pytest.mark.parametrize(("kind", "dim"), CASES)
 def test_orthonormal(kind, dim):
-    """C2: for every head size, not only powers of two."""
+    """For every head size, not only powers of two."""
     rotation = make_rotation(kind, dim, [3, 1])
     gram = rotation.matrix.double() @ rotation.matrix.double().T
     assert rotation.matrix.dtype == torch.float32 and rotation.dim == dim
@@ -40,7 +40,7 @@ def test_orthonormal(kind, dim):
 
 @pytest.mark.parametrize(("kind", "dim"), CASES)
 def test_forward_applies_the_matrix_and_inverse_undoes_it(kind, dim):
-    """Not the transpose for the matrix (papers.md 5, mutation R/R^T)."""
+    """Not the transpose for the matrix."""
     rotation = make_rotation(kind, dim, 5)
     x = normal(3, 2, dim, seed=dim)
     y = rotation.forward(x)
@@ -53,7 +53,7 @@ def test_forward_applies_the_matrix_and_inverse_undoes_it(kind, dim):
 
 @pytest.mark.parametrize("dim", [0, -8, 72, 80, 96, 112, 160, 192, 576])
 def test_hadamard_of_no_power_of_two_is_refused(dim):
-    """C2: the overshooting Sylvester loop."""
+    """The overshooting Sylvester loop."""
     with pytest.raises(ValueError, match=rf"power of two, got {dim}.*rotation='haar'"):
         sylvester_hadamard(dim)
 
@@ -78,7 +78,7 @@ def test_sylvester_signs():
 
 @pytest.mark.parametrize("dim", POWERS)
 def test_hadamard_has_random_signs(dim):
-    """Without them a constant vector becomes one-hot (papers.md 2.5); a fair coin each, within 5 sigma."""
+    """Without them a constant vector becomes one-hot; a fair coin each, within 5 sigma."""
     matrix = hadamard_rotation(dim, [0, 4]).matrix
     signs = matrix[0].sign()
     assert torch.equal(matrix, torch.from_numpy(sylvester_hadamard(dim)).float() * signs)
@@ -141,7 +141,7 @@ def test_keys_values_and_layers_have_their_own_rotations():
 
 
 def test_test_data_never_see_the_rotations_numbers():
-    """papers.md, pitfall 5.1.1: data from a plain default_rng(seed) with the rotation's seed."""
+    """Data from a plain default_rng(seed) with the rotation's seed."""
     for seed in range(20):
         data = torch.from_numpy(np.random.default_rng(seed).standard_normal((64, 64)).astype(np.float32))
         assert flat_correlation(qjl_matrix(64, seed), data) < 5 / 64

@@ -247,7 +247,7 @@ def test_attend_is_softmax_attention(softcap):
 
 
 def test_attend_never_looks_at_hidden_tokens():
-    """C8: 0 * NaN is NaN."""
+    """0 * NaN is NaN."""
     query, keys, values = normal(2, 1, 2, 4, 16, seed=5), normal(2, 1, 9, 16, seed=6), normal(2, 1, 9, 16, seed=7)
     mask = torch.ones(2, 1, 9, dtype=torch.bool)
     mask[0, :, 3:5], mask[1] = False, False
@@ -257,7 +257,7 @@ def test_attend_never_looks_at_hidden_tokens():
         assert all(torch.equal(a, b) for a, b in zip(attend(query, keys, values, mask), expected, strict=True))
 
 
-# ---- invariant 1 -----------------------------------------------------------------------------------------------
+# ---- any batch ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("window", [0, 5, 16, 27])
 def test_any_interleaving_equals_plain_attention(window, seed):
@@ -278,7 +278,7 @@ def test_any_interleaving_with_a_small_ring(capacity, seed):
 
 
 def test_all_events_happen():
-    """The random batches contain what invariant 1 speaks of; preemption needs a small pool."""
+    """The random batches contain what the comparison needs; preemption needs a small pool."""
     scheduler = serve(World(num_blocks=18), 11, steps=60)
     assert min(scheduler.events[e] for e in ("reused", "shared", "rejected", "preempted")) >= 3
 
@@ -357,7 +357,7 @@ def test_centre_of_the_key_transform(softcap):
 @pytest.mark.parametrize("long", [(0, 1000), (0, 1000, 0, 700), (3, 997)], ids=["one", "two", "continued"])
 @pytest.mark.parametrize("chunk", [(400, 100), (499, 1)], ids=["chunk", "one token"])
 def test_mixed_batch_keeps_the_cached_prefix(order, long, chunk):
-    """S1: {q=1000, seq=1000; q=100, seq=500}: max_query_len == max_seq_len does not mean that nobody has history."""
+    """{q=1000, seq=1000; q=100, seq=500}: max_query_len == max_seq_len does not mean that nobody has history."""
     world = World(block_size=16, num_blocks=330, heads=1)
     lengths = [long, chunk][order[0]] + [long, chunk][order[1]]
     requests = requests_with_history(world, lengths[::2], room=1000)
@@ -367,7 +367,7 @@ def test_mixed_batch_keeps_the_cached_prefix(order, long, chunk):
 
 
 def test_losing_the_prefix_would_be_seen():
-    """S1: what the comparison above is worth; without the cached tokens the output is another one."""
+    """What the comparison above is worth; without the cached tokens the output is another one."""
     world = World(block_size=16, num_blocks=120, heads=1)
     (request,) = requests_with_history(world, [400], room=100)
     step = plain_step([(request, 400, 100)], 16, world.rows)
@@ -379,7 +379,7 @@ def test_losing_the_prefix_would_be_seen():
 
 @pytest.mark.parametrize("drafts", [1, 2, 3])
 def test_verify_batch(drafts):
-    """S2, S4: row t of a request with 1+k rows sees its prefix and t+1 of its own rows, not a neighbour's."""
+    """Row t of a request with 1+k rows sees its prefix and t+1 of its own rows, not a neighbour's."""
     world = World(heads=1, num_blocks=60)
     requests = requests_with_history(world, [17, 40, 3, 24])
     parts = [(request, len(request.rows), 1 + drafts) for request in requests]
@@ -398,7 +398,7 @@ def test_verify_batch(drafts):
 
 
 def test_decodes_joined_by_a_late_prefill():
-    """S4: a short prefill joins verify steps of running requests; values tell the requests apart."""
+    """A short prefill joins verify steps of running requests; values tell the requests apart."""
     world = World(heads=1, num_blocks=60)
     requests = requests_with_history(world, [30, 21, 0])
     parts = [(requests[0], 30, 4), (requests[2], 0, 6), (requests[1], 21, 4)]
@@ -411,7 +411,7 @@ def test_decodes_joined_by_a_late_prefill():
 
 
 def test_dummy_lengths_of_graph_capture():
-    """S2: q_lens [4, 4] with seq_lens [1, 1] select one row each, without history."""
+    """Q_lens [4, 4] with seq_lens [1, 1] select one row each, without history."""
     world = World(heads=1)
     batch = AttentionBatch(torch.tensor([0, 4, 8]), torch.tensor([1, 1]), torch.zeros(2, 1, dtype=torch.int32), 8)
     query, keys, values = normal(8, 2, 64, seed=1), normal(8, 1, 64, seed=2), normal(8, 1, 64, seed=3)
@@ -427,12 +427,12 @@ def test_dummy_lengths_of_graph_capture():
 @pytest.mark.parametrize("sliding", [1, 7, 11, 12, 30])
 @pytest.mark.parametrize("capacity", [None, 12])
 def test_sliding_window(sliding, capacity):
-    """C15: windows of 1, ring, ring + 1; sequences wrap the ring several times, in chunks that are no divisor."""
+    """Windows of 1, ring, ring + 1; sequences wrap the ring several times, in chunks that are no divisor."""
     serve(World(sliding=sliding, capacity=capacity), 31, steps=25)
 
 
 def test_sliding_window_over_many_chunks():
-    """C15: 400 tokens in chunks of 30 through a ring of 3 entries and a window of 64."""
+    """400 tokens in chunks of 30 through a ring of 3 entries and a window of 64."""
     world = World(sliding=64, capacity=3, num_blocks=60, heads=1)
     (request,) = requests_with_history(world, [0], blocks=list(range(60))[::-1])
     request.blocks = list(range(60))[::-1]
@@ -444,7 +444,7 @@ def test_sliding_window_over_many_chunks():
 
 
 def test_blocks_that_the_window_manager_freed():
-    """C15: vLLM points the logical blocks that left the window to block 0, whose bytes are anything."""
+    """VLLM points the logical blocks that left the window to block 0, whose bytes are anything."""
     world = World(sliding=10, num_blocks=60, heads=1)
     request, _ = requests_with_history(world, [70, 45], blocks=list(range(1, 60)))
     request.blocks = [0] * 7 + request.blocks[7:]
@@ -454,7 +454,7 @@ def test_blocks_that_the_window_manager_freed():
 
 @pytest.mark.parametrize("softcap", [50.0, 20.0])
 def test_softcap_with_large_logits(softcap):
-    """C18: at logits of 80 to 200 the cap decides; at ordinary ones leaving it out would hardly show."""
+    """At logits of 80 to 200 the cap decides; at ordinary ones leaving it out would hardly show."""
     world = World(softcap=softcap, gain=50.0, heads=1)
     requests = requests_with_history(world, [60, 33])
     step = plain_step([(request, len(request.rows), 2) for request in requests], 8, world.rows)
@@ -471,7 +471,7 @@ def test_softcap_with_large_logits(softcap):
 @pytest.mark.parametrize("options", [{}, {"key_bits": 8, "value_quantizer": "group"}, {"sliding": 9}], ids=str)
 @pytest.mark.parametrize("fill", [0xFF, 0x7F, 0x51])
 def test_stale_bytes_and_garbage_tables_change_nothing(options, fill):
-    """C8: outputs bit-equal to those over a zero-filled pool with clean tables (0x7F7F is 3e38, 0x5151 is 6e10)."""
+    """Outputs bit-equal to those over a zero-filled pool with clean tables (0x7F7F is 3e38, 0x5151 is 6e10)."""
     dirty, clean = World(fill=fill, **options), World(fill=0, **options)
     schedulers = [Scheduler(41, num_blocks=40), Scheduler(41, num_blocks=40)]
     for _ in range(15):
@@ -484,7 +484,7 @@ def test_stale_bytes_and_garbage_tables_change_nothing(options, fill):
 
 
 def test_narrowed_tables_and_expanded_lengths():
-    """C9: strides are not what the shapes suggest."""
+    """Strides are not what the shapes suggest."""
     world = World(heads=1, num_blocks=60)
     requests = requests_with_history(world, [30, 30, 30])
     step = plain_step([(request, 30, 1) for request in requests], 8, world.rows)
@@ -502,7 +502,7 @@ def test_narrowed_tables_and_expanded_lengths():
 @pytest.mark.parametrize("side", [1, 2], ids=["key", "value"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_broken_token_of_one_request_does_not_touch_another(side, bad):
-    """C7: NaN in request A's step; the rows of B and C, which share the batch, stay bit for bit."""
+    """NaN in request A's step; the rows of B and C, which share the batch, stay bit for bit."""
     world = World(heads=1, num_blocks=60)
     requests = requests_with_history(world, [20, 20, 9])
     step = plain_step([(request, len(request.rows), 3) for request in requests], 8, world.rows)
@@ -514,7 +514,7 @@ def test_broken_token_of_one_request_does_not_touch_another(side, bad):
 
 
 def test_broken_key_does_not_touch_earlier_rows():
-    """C7: the last row of a chunk is NaN; the rows before it do not see that token."""
+    """The last row of a chunk is NaN; the rows before it do not see that token."""
     world = World(heads=1, num_blocks=60)
     (request,) = requests_with_history(world, [20])
     step = plain_step([(request, 20, 4)], 8, world.rows)
@@ -695,7 +695,7 @@ def transient_bytes(contexts, rows, sliding):
 @pytest.mark.parametrize("sliding", [0, 48])
 @pytest.mark.parametrize("others", [(), (40,)], ids=["alone", "beside a short one"])
 def test_transient_memory_does_not_grow_with_the_context(monkeypatch, rows, sliding, others):
-    """S8: six times the context adds a few copies of its block table, and a mask of a byte per request and token."""
+    """Six times the context adds a few copies of its block table, and a mask of a byte per request and token."""
     monkeypatch.setattr(score, "TILE_ELEMENTS", 1 << 15)
     small, large = (transient_bytes((context, *others), rows, sliding) for context in (512, 3072))
     assert large - small <= 4 * (1 + len(others)) * (3072 - 512)
@@ -703,12 +703,12 @@ def test_transient_memory_does_not_grow_with_the_context(monkeypatch, rows, slid
 
 
 # ---- quality ---------------------------------------------------------------------------------------------------
-# Worst 5th percentile of the output cosine over all head sizes (cases.md 8), less 0.01.
+# Worst 5th percentile of the output cosine over all head sizes, less 0.01.
 @pytest.mark.parametrize(("bits", "floor"), [((4, 4), 0.978), ((3, 4), 0.954), ((3, 2), 0.870), ((2, 2), 0.816)])
 @pytest.mark.parametrize("dim", [64, 80, 128, 192])
 @pytest.mark.parametrize("value_quantizer", ["lloyd", "group"])
 def test_output_cosine(bits, floor, dim, value_quantizer):
-    """cases.md 8: 256 cached tokens, 64 flat queries, nothing exact; wrong code lands at 0.07 to 0.87."""
+    """256 cached tokens, 64 flat queries, nothing exact; wrong code lands at 0.07 to 0.87."""
     codec = build_codec(1, dim, key_bits=bits[0], value_bits=bits[1], value_quantizer=value_quantizer)
     engine = KVCaptureEngine(16, 16, 0, 0)
     layer = engine.add_layer("layer", codec, 1, torch.float32)

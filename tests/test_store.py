@@ -52,7 +52,7 @@ def expected_pages(store, before, slots, keys, values):
 @variants
 @pytest.mark.parametrize(("dim", "block_size"), [(64, 8), (80, 1), (96, 24)])
 def test_bytes_outside_the_named_slots_never_change(options, dim, block_size):
-    """C10, invariant 2: slots of -1 are no slot, and padding bytes, neighbours and other blocks stay as they were."""
+    """Slots of -1 are no slot, and padding bytes, neighbours and other blocks stay as they were."""
     store = make_store(dim, block_size, **options)
     before = store.pages.clone()
     slots = [-1, *rng(1).permutation(6 * block_size)[:4].tolist(), -1, -1]
@@ -66,7 +66,7 @@ def test_bytes_outside_the_named_slots_never_change(options, dim, block_size):
 
 @variants
 def test_slots_and_rows_of_different_number(options):
-    """C10: vLLM pads either; what has no partner is ignored."""
+    """VLLM pads either; what has no partner is ignored."""
     keys, values = random_rows(5, 64, seed=6)
     slots = torch.tensor([3, 40, 17, 9, 21])
     stores = [make_store(**options) for _ in range(3)]
@@ -81,7 +81,7 @@ def test_slots_and_rows_of_different_number(options):
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("slots", [[], [-1, -1, -1]], ids=["empty", "padding"])
 def test_a_step_without_tokens_changes_nothing(options, slots, heads):
-    """C10: a dummy batch, whose rows are all padding; with one KV head, too (MQA, or one head per rank)."""
+    """A dummy batch, whose rows are all padding; with one KV head, too (MQA, or one head per rank)."""
     store = make_store(heads=heads, **options)
     before = store.pages.clone()
     rows = normal(len(slots), heads, 64, seed=7)
@@ -91,7 +91,7 @@ def test_a_step_without_tokens_changes_nothing(options, slots, heads):
 
 @variants
 def test_the_last_block_is_not_slot_minus_one(options):
-    """C10: python's floor gives block -1 and slot bs-1, C's truncation block 0 and slot -1."""
+    """Python's floor gives block -1 and slot bs-1, C's truncation block 0 and slot -1."""
     store = make_store(**options)
     slots = torch.tensor([0, 47])
     store.write(slots, *random_rows(2, 64, seed=8))
@@ -103,7 +103,7 @@ def test_the_last_block_is_not_slot_minus_one(options):
 @presets
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_write_read_and_read_slots_agree(preset, dim):
-    """C5: element by element what the codec quantised by hand decodes to, in a pool of 0xFF."""
+    """Element by element what the codec quantised by hand decodes to, in a pool of 0xFF."""
     store = make_store(dim, 8, fill=0xFF, **PRESETS[preset])
     codec, slots = store.codec, torch.tensor([8, 9, 23, 40, 11, 0])
     keys, values = random_rows(6, dim, seed=dim)
@@ -124,7 +124,7 @@ def test_write_read_and_read_slots_agree(preset, dim):
 
 @variants
 def test_ramp_values_come_back_in_order(options):
-    """C5: one token with V = 0, 1, ..., d-1, so that a stride error is visible in every coordinate."""
+    """One token with V = 0, 1, ..., d-1, so that a stride error is visible in every coordinate."""
     store = make_store(**options)
     ramp = torch.arange(64.0).expand(1, HEADS, -1)
     store.write(torch.tensor([13]), random_rows(1, 64, seed=10)[0], ramp)
@@ -136,7 +136,7 @@ def test_ramp_values_come_back_in_order(options):
 
 @pytest.mark.parametrize("fill", [0x00, 0xFF, 0x7F])
 def test_written_tokens_do_not_depend_on_what_the_pool_held(fill):
-    """C8: stale bytes, NaN patterns included."""
+    """Stale bytes, NaN patterns included."""
     store, zero = make_store(fill=fill, key_bits=8), make_store(fill=0, key_bits=8)
     slots = torch.tensor([5, 17, 44])
     for each in (store, zero):
@@ -146,7 +146,7 @@ def test_written_tokens_do_not_depend_on_what_the_pool_held(fill):
 
 
 def test_padded_page_strides():
-    """C9: pages that are a view into larger ones, as a native allocation gives them."""
+    """Pages that are a view into larger ones, as a native allocation gives them."""
     tight = make_store(fill=0)
     wide = torch.full((6, HEADS + 1, tight.format.page_bytes + 32), 7, dtype=torch.uint8)
     pages = wide[:, :HEADS, 16:-16]

@@ -42,8 +42,12 @@ class AttentionBatch:
     def rows_by_length(self) -> dict[int, torch.Tensor]:
         """Requests grouped by query length rounded up to a power of two: {padded length: int64 [n]}.
 
-        Keeps padding below a factor of two.  Reads the lengths on the host: for the torch scorer only.
+        Keeps padding below a factor of two.  Reads the lengths on the host, once: for the torch scorer only.
         """
+        return self._rows_by_length
+
+    @cached_property
+    def _rows_by_length(self) -> dict[int, torch.Tensor]:
         groups: dict[int, list[int]] = {}
         for row, length in enumerate(self.query_lens.tolist()):
             if length > 0:

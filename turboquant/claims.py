@@ -135,7 +135,7 @@ def _per_bits(values: dict[int, str]) -> str:
 # 1. Codebooks.
 
 CENTROID_TOLERANCE, MSE_TOLERANCE, CELL_NODES = 1e-4, 1e-3, 4000
-MSE_128 = {1: 0.36089, 2: 0.11600, 3: 0.033966, 4: 0.0093148}  # papers.md 2.1
+MSE_128 = {1: 0.36089, 2: 0.11600, 3: 0.033966, 4: 0.0093148}
 
 
 @_claim("1 codebooks are the exact Lloyd-Max of the Beta law")

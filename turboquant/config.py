@@ -8,6 +8,7 @@ from typing import Any
 
 KEY_BITS = (2, 3, 4, 8)
 VALUE_BITS = {"lloyd": (2, 3, 4), "group": (2, 3, 4, 8)}
+VALUE_GROUPS = (16, 32, 64, 128)
 KEY_QUANTIZERS = ("mse", "prod")
 ROTATIONS = ("auto", "hadamard", "haar")
 
@@ -25,7 +26,7 @@ DEFAULT_PRESET = "k4v4"
 
 
 class Mode(StrEnum):
-    """How far the compressed cache has taken over (design, section 3)."""
+    """How far the compressed cache has taken over."""
 
     OFF = "off"
     CAPTURE_ONLY = "capture_only"
@@ -127,6 +128,8 @@ class TurboQuantConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not supported; allowed: {KEY_BITS}")
         if self.key_quantizer not in KEY_QUANTIZERS:
             raise choice_error("key_quantizer", self.key_quantizer, KEY_QUANTIZERS)
+        if self.key_quantizer == "prod" and self.key_bits == 8:
+            raise ValueError("key_bits=8 are fp8 keys, which have no key_quantizer='prod'; allowed: 2, 3, 4")
         if self.value_quantizer not in VALUE_BITS:
             raise choice_error("value_quantizer", self.value_quantizer, VALUE_BITS)
         if not is_int(self.value_bits) or self.value_bits not in VALUE_BITS[self.value_quantizer]:
@@ -141,8 +144,8 @@ class TurboQuantConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be an integer of at least 0")
         if not 0 < self.ring_share <= 1:
             raise ValueError(f"ring_share={self.ring_share!r} must be above 0 and at most 1")
-        if not is_int(self.value_group) or self.value_group < 1:
-            raise ValueError(f"value_group={self.value_group!r} must be an integer of at least 1")
+        if not is_int(self.value_group) or self.value_group not in VALUE_GROUPS:
+            raise ValueError(f"value_group={self.value_group!r} is not supported; allowed: {VALUE_GROUPS}")
         if not is_int(self.scale_candidates) or self.scale_candidates < 1 or self.scale_candidates % 2 == 0:
             raise ValueError(f"scale_candidates={self.scale_candidates!r} must be odd and at least 1")
 

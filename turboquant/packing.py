@@ -3,7 +3,7 @@
 A width is a list of bit planes (`PLANE_WIDTHS`): 3 bits are a 2-bit plane and a 1-bit plane, so every byte holds
 whole codes.  In a plane of width w a row of d codes takes n = d*w/8 bytes, and byte j holds the coordinates
 j, j+n, j+2n, ... from its low bits upwards.  A kernel therefore turns one byte into coordinates that are d*w/8
-apart, and needs no interleave (design, section 5).
+apart, and needs no interleave.
 """
 
 import torch

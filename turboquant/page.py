@@ -2,7 +2,7 @@
 
 A page holds `block_size` tokens of one KV head as planes, in this order: key codes, value codes, key scalars, value
 scalars (3-bit codes take two planes).  Key planes and scalars are token-major; value codes are dimension-major, so
-that the tokens of one coordinate are neighbours (design, section 5).  Every plane starts on a multiple of 16 bytes
+that the tokens of one coordinate are neighbours.  Every plane starts on a multiple of 16 bytes
 and so does the next page.
 """
 

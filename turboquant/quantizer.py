@@ -24,7 +24,7 @@ from turboquant.rotation import Rotation, batch_invariant_matmul, identity_rotat
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 NORMS = ("corrected", "plain", "unbiased")
-SCAN_RADIUS = 0.2  # half width of the encoder's scale scan (papers.md 2.3)
+SCAN_RADIUS = 0.2  # half width of the encoder's scale scan
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
 """Random rotations and the QJL sketch matrix.
 
 Drawn with numpy's PCG64 from integer seeds, so that every rank and every process holds the same matrix.
-Streams of different purposes (`STREAMS`) never coincide, and callers who draw test data from a plain
-`default_rng(seed)` never see the rotation's own numbers (papers.md, pitfall 5.1.1).
+Streams of different purposes (`STREAMS`) do not coincide, and test data drawn from a plain `default_rng` with a small
+seed are not the rotation's own numbers: sharing them has manufactured results elsewhere.
 """
 
 from collections.abc import Sequence

@@ -49,6 +49,12 @@ def max_num_seqs(runner: Any) -> int:
     return runner.vllm_config.scheduler_config.max_num_seqs
 
 
+def speculative_tokens(runner: Any) -> int:
+    """Draft tokens that a decode step verifies, 0 without speculative decoding."""
+    speculative = runner.vllm_config.speculative_config
+    return speculative.num_speculative_tokens if speculative is not None else 0
+
+
 def engine_objections(runner: Any) -> list[str]:
     """Features of the running engine that the hooks cannot serve, each as 'name=value: what to do'."""
     config = runner.vllm_config

@@ -506,20 +506,19 @@ def build_caches(handle: HookHandle, names: list[str], transforms: dict[str, Key
 
 def make_engine(handle: HookHandle, layer: Any) -> KVCaptureEngine:
     """Capture engine of a group; its ring holds the windows of `max_num_seqs` requests within `ring_share`."""
-    size, config = compat.geometry(layer), handle.config
+    size, config, max_seqs = compat.geometry(layer), handle.config, compat.max_num_seqs(handle.runner)
     limit = int(size.num_blocks * config.ring_share)
     window = config.buffer_size
     if window_blocks(window, size.block_size) > limit:
         window = max(0, limit - 1) * size.block_size
-        logger.warning("turboquant: buffer_size %d does not fit ring_share=%s of %d blocks; using %d",
-                       config.buffer_size, config.ring_share, size.num_blocks, window)  # fmt: skip
-    wanted = compat.max_num_seqs(handle.runner) * window_blocks(window, size.block_size)
-    if wanted > limit:
-        logger.info("turboquant: the exact ring holds the windows of %d of max_num_seqs=%d requests (ring_share=%s)",
-                    limit // window_blocks(window, size.block_size), compat.max_num_seqs(handle.runner),
-                    config.ring_share)  # fmt: skip
+        share = f"ring_share={config.ring_share} of {size.num_blocks} blocks"
+        logger.warning("turboquant: buffer_size %d does not fit %s; using %d", config.buffer_size, share, window)
+    each = window_blocks(window + compat.speculative_tokens(handle.runner), size.block_size) if window else 0
+    if max_seqs * each > limit:
+        fitting = (limit // each, max_seqs, config.ring_share)
+        logger.info("turboquant: the exact ring holds the windows of %d of max_num_seqs=%d (ring_share=%s)", *fitting)
     handle.window = window
-    return KVCaptureEngine(size.num_blocks, size.block_size, window, min(wanted, limit), size.device)
+    return KVCaptureEngine(size.num_blocks, size.block_size, window, min(max_seqs * each, limit), size.device)
 
 
 def log_summary(handle: HookHandle) -> None:

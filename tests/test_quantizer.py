@@ -355,7 +355,7 @@ def test_widths_and_quantizers_of_a_layer():
     first = KVCodec.build(TurboQuantConfig(key_bits=3, value_bits=2, initial_layers_count=2), 1, 2, 64)
     assert (codec.key.bits, codec.value.bits, first.key.bits) == (3, 2, 8)
     assert isinstance(first.key, FP8Quantizer) and isinstance(codec.key, TurboQuantMSE)
-    other = KVCodec.build(TurboQuantConfig(key_quantizer="prod", value_quantizer="group", value_group=48), 0, 2, 80)
+    other = KVCodec.build(TurboQuantConfig(key_quantizer="prod", value_quantizer="group", value_group=32), 0, 2, 80)
     assert isinstance(other.key, TurboQuantProd) and isinstance(other.value, GroupQuantizer)
     assert other.value.group == 16
 

@@ -8,7 +8,7 @@ from typing import Any
 
 KEY_BITS = (2, 3, 4, 8)
 VALUE_BITS = {"lloyd": (2, 3, 4), "group": (2, 3, 4, 8)}
-VALUE_GROUPS = (16, 32, 64, 128)
+VALUE_GROUPS = (8, 16, 32, 64, 128)
 KEY_QUANTIZERS = ("mse", "prod")
 ROTATIONS = ("auto", "hadamard", "haar")
 

@@ -95,25 +95,25 @@ def take_signs_without_sketch(monkeypatch):
 
 
 def pad_rows(monkeypatch):
-    pack, unpack = quantizer.RowCodec.to_bytes, quantizer.RowCodec.from_bytes
+    pack, unpack = quantizer.Quantizer.to_bytes, quantizer.Quantizer.from_bytes
 
     def to_bytes(self, quantized):
         raw = pack(self, quantized)
         return torch.cat([raw, raw.new_zeros(*raw.shape[:-1], 1)], dim=-1)
 
-    monkeypatch.setattr(quantizer.RowCodec, "to_bytes", to_bytes)
-    monkeypatch.setattr(quantizer.RowCodec, "from_bytes", lambda self, raw: unpack(self, raw[..., :-1]))
+    monkeypatch.setattr(quantizer.Quantizer, "to_bytes", to_bytes)
+    monkeypatch.setattr(quantizer.Quantizer, "from_bytes", lambda self, raw: unpack(self, raw[..., :-1]))
 
 
 def bypass_the_bytes(monkeypatch):
-    exact, rows = quantizer.RowCodec.quantize, []
+    exact, rows = quantizer.Quantizer.quantize, []
 
     def quantize(self, x):
         rows.append(x.float())
         return exact(self, x)
 
-    monkeypatch.setattr(quantizer.RowCodec, "quantize", quantize)
-    monkeypatch.setattr(quantizer.RowCodec, "dequantize", lambda self, quantized: rows[-1])
+    monkeypatch.setattr(quantizer.Quantizer, "quantize", quantize)
+    monkeypatch.setattr(quantizer.Quantizer, "dequantize", lambda self, quantized: rows[-1])
 
 
 # Mutation and the claims that must notice it.

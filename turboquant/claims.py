@@ -113,12 +113,12 @@ def _one_hot(index: int) -> Array:
     return np.eye(DIM)[index]
 
 
-def _stored(codec: quantizer.RowCodec, quantized: quantizer.Quantized) -> quantizer.Quantized:
+def _stored(codec: quantizer.Quantizer, quantized: quantizer.Quantized) -> quantizer.Quantized:
     """What a reader finds in the bytes that the writer left."""
     return codec.from_bytes(codec.to_bytes(quantized))
 
 
-def _through_bytes(codec: quantizer.RowCodec, rows: Array) -> Array:
+def _through_bytes(codec: quantizer.Quantizer, rows: Array) -> Array:
     """Encode, pack, unpack and decode rows [..., DIM]."""
     return codec.dequantize(_stored(codec, codec.quantize(torch.from_numpy(rows)))).double().numpy()
 
@@ -320,7 +320,7 @@ def _packs(rng: np.random.Generator, bits: int, dim: int) -> bool:
     return size == dim * bits // 8 and torch.equal(packing.unpack(planes, bits), codes)
 
 
-def _silent_bits(rng: np.random.Generator, codec: quantizer.RowCodec) -> int:
+def _silent_bits(rng: np.random.Generator, codec: quantizer.Quantizer) -> int:
     """How many bits of one stored row can flip without a change of the decoded row."""
     raw = codec.to_bytes(codec.quantize(torch.from_numpy(rng.standard_normal(DIM))))
     bit = torch.arange(8 * codec.row_bytes)
@@ -426,13 +426,13 @@ def norms(seed: int) -> Verdict:
     return value, f"drift < {DRIFT:g} over scales 1e-4..3e5, norm within {NORM_ERROR:g} (bf16), 0", ok
 
 
-def _scale_drift(codec: quantizer.RowCodec, rows: Array) -> float:
+def _scale_drift(codec: quantizer.Quantizer, rows: Array) -> float:
     base = _distortion(rows, _through_bytes(codec, rows)).mean()
     scaled = [_distortion(rows * s, _through_bytes(codec, rows * s)).mean() for s in SCALES]
     return float(np.abs(np.array(scaled) / base - 1).max())
 
 
-def _norm_error(codec: quantizer.RowCodec, rows: Array) -> float:
+def _norm_error(codec: quantizer.Quantizer, rows: Array) -> float:
     return float(np.abs(_row_norms(_through_bytes(codec, rows)) / _row_norms(rows) - 1).max())
 
 

@@ -13,8 +13,9 @@ Sources: Algorithms 1 and 2 of TurboQuant (arXiv:2504.19874); the norm-corrected
 (NeurIPS 2021, ICML 2022), and rotation + Lloyd-Max for model tensors that of HIGGS (arXiv:2411.17525).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Self
 
 import torch
 
@@ -35,36 +36,25 @@ class Quantized:
     scalars: torch.Tensor
 
 
-class Quantizer(Protocol):
-    """What the page format and the store know about a quantiser."""
+class Quantizer(ABC):
+    """Codes of `bits` bits and `num_scalars` bf16 numbers per row of `dim`, in the basis of `rotation`."""
 
     dim: int
     bits: int
     num_scalars: int
     rotation: Rotation
 
-    def encode(self, rows: torch.Tensor) -> Quantized: ...
-
-    def decode(self, quantized: Quantized) -> torch.Tensor: ...
-
-    def tables(self) -> list[torch.Tensor]: ...
-
-    def to(self, device: torch.device | str) -> "Quantizer": ...
-
-
-class RowCodec:
-    """Original-basis and byte interfaces on top of `encode` and `decode`."""
-
-    dim: int
-    bits: int
-    num_scalars: int
-    rotation: Rotation
-
+    @abstractmethod
     def encode(self, rows: torch.Tensor) -> Quantized:
-        raise NotImplementedError
+        """float [..., d] in the quantiser's basis -> Quantized."""
 
+    @abstractmethod
     def decode(self, quantized: Quantized) -> torch.Tensor:
-        raise NotImplementedError
+        """Quantized -> float32 [..., d] in the quantiser's basis."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> Self:
+        """Move the tables; returns the quantiser itself."""
 
     def tables(self) -> list[torch.Tensor]:
         """Tensors that the quantiser keeps."""
@@ -119,7 +109,7 @@ def scan_scales(candidates: int) -> list[float]:
     return [1.0 + SCAN_RADIUS * i / half for i in range(-half, half + 1)] if half else [1.0]
 
 
-class TurboQuantMSE(RowCodec):
+class TurboQuantMSE(Quantizer):
     """Algorithm 1: rotate, normalise, round every coordinate to the Lloyd-Max codebook of the Beta law.
 
     norm: what the one stored scalar s makes of the codeword c(codes)
@@ -183,13 +173,13 @@ class TurboQuantMSE(RowCodec):
     def tables(self) -> list[torch.Tensor]:
         return [self.rotation.matrix, self.centroids, self.thresholds]
 
-    def to(self, device: torch.device | str) -> "TurboQuantMSE":
+    def to(self, device: torch.device | str) -> Self:
         self.rotation = self.rotation.to(device)
         self.centroids, self.thresholds = self.centroids.to(device), self.thresholds.to(device)
         return self
 
 
-class TurboQuantProd(RowCodec):
+class TurboQuantProd(Quantizer):
     """Algorithm 2: (bits-1)-bit Algorithm 1 and the sign of a Gaussian sketch of the residual; unbiased.
 
     The top bit of a code is the sign.  Scalars: the scale of the codeword and the norm of the residual.
@@ -225,13 +215,13 @@ class TurboQuantProd(RowCodec):
     def tables(self) -> list[torch.Tensor]:
         return [*self.mse.tables(), self.sketch]
 
-    def to(self, device: torch.device | str) -> "TurboQuantProd":
+    def to(self, device: torch.device | str) -> Self:
         self.mse.to(device)
         self.rotation, self.sketch = self.mse.rotation, self.sketch.to(device)
         return self
 
 
-class GroupQuantizer(RowCodec):
+class GroupQuantizer(Quantizer):
     """Asymmetric min/max quantiser over groups of neighbouring coordinates, without rotation.
 
     Scalars: a step and a minimum per group.  The codes are chosen for the rounded step and minimum that are stored.
@@ -258,12 +248,12 @@ class GroupQuantizer(RowCodec):
         groups = quantized.codes.float().unflatten(-1, (-1, self.group))
         return (groups * step[..., None] + low[..., None]).flatten(-2)
 
-    def to(self, device: torch.device | str) -> "GroupQuantizer":
+    def to(self, device: torch.device | str) -> Self:
         self.rotation = self.rotation.to(device)
         return self
 
 
-class FP8Quantizer(RowCodec):
+class FP8Quantizer(Quantizer):
     """float8_e4m3 codes with one scale per row, without rotation; |row| = amax maps to the largest finite value."""
 
     bits, num_scalars = 8, 1
@@ -281,6 +271,6 @@ class FP8Quantizer(RowCodec):
     def decode(self, quantized: Quantized) -> torch.Tensor:
         return quantized.codes.contiguous().view(torch.float8_e4m3fn).float() * quantized.scalars.float()
 
-    def to(self, device: torch.device | str) -> "FP8Quantizer":
+    def to(self, device: torch.device | str) -> Self:
         self.rotation = self.rotation.to(device)
         return self

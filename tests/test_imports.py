@@ -17,10 +17,10 @@ LAYERS = [
     ("packing", "rotation", "codebook", "page", "config"),
     ("quantizer",),
     ("codec",),
-    ("batch", "store", "kernels"),
+    ("batch", "store"),
     ("capture",),
     ("score",),
-    ("kv_cache",),
+    ("kernels", "kv_cache"),
     ("integration",),
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}

@@ -6,8 +6,9 @@ chunk of length 1.  Everything is vectorised over requests of similar query leng
 that transient memory does not grow with the context.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -62,26 +63,9 @@ def attend(
 class QueryGroup:
     """Requests of similar query length, padded to a rectangle, and what their rows may see; the same for all layers.
 
-    tokens: int64 [n, Q], query row of each (0 where padded); real: bool [n, Q].
-    history: per tile, physical blocks int64 [n, count] and mask bool [n, Q or 1, count * block_size].
-    recent: positions in the ring int64 [n, W] and mask bool [n, Q or 1, W].
-    chunk: per tile, columns of the own rows and mask bool [n, Q, columns].
+    What a layer asks for is computed once and kept for the other layers of the step.
+    rows: int64 [n], request numbers; length: Q; window: sliding window (0 = none); tile: tokens of a tile.
     """
-
-    tokens: torch.Tensor
-    real: torch.Tensor
-    history: list[tuple[torch.Tensor, torch.Tensor]]
-    recent: tuple[torch.Tensor, torch.Tensor]
-    chunk: list[tuple[slice, torch.Tensor]]
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of x [T, H, d] as float32 [n, H, Q, d]; padded rows repeat a real one."""
-        return x[self.tokens].float().transpose(1, 2)
-
-
-@dataclass(frozen=True, eq=False)
-class GroupPlanner:
-    """Builds a QueryGroup: who sees which token, and in which tiles of `tile` tokens."""
 
     plan: StepPlan
     rows: torch.Tensor
@@ -89,25 +73,60 @@ class GroupPlanner:
     window: int
     tile: int
 
-    def build(self) -> QueryGroup:
-        batch, rows = self.plan.batch, self.rows
-        column = torch.arange(self.length, device=rows.device)
-        real = column < batch.query_lens[rows, None]
-        tokens = torch.where(real, batch.query_start[rows, None] + column, 0)
-        return QueryGroup(tokens, real, list(self._history()), self._recent(), list(self._chunk(real)))
+    @cached_property
+    def real(self) -> torch.Tensor:
+        """bool [n, Q]; False for padded query rows."""
+        return torch.arange(self.length, device=self.rows.device) < self.plan.batch.query_lens[self.rows, None]
 
-    @property
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """int64 [n, Q], query row of each (0 where padded)."""
+        column = torch.arange(self.length, device=self.rows.device)
+        return torch.where(self.real, self.plan.batch.query_start[self.rows, None] + column, 0)
+
+    @cached_property
     def cached(self) -> torch.Tensor:
         """int64 [n], cached tokens of each request."""
         return self.plan.batch.history_lens[self.rows]
 
-    @property
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """integer [n, M], block tables."""
+        return self.plan.batch.block_table[self.rows]
+
+    @cached_property
+    def exact(self) -> torch.Tensor:
+        """bool [n, W], which of the last W cached tokens are read exactly."""
+        return self.plan.window.present[self.rows]
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of x [T, H, d] as float32 [n, H, Q, d]; padded rows repeat a real one."""
+        return x[self.tokens].float().transpose(1, 2)
+
+    @cached_property
+    def history(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Compressed tokens per tile: physical blocks int64 [n, count], mask bool [n, Q or 1, count * block_size]."""
+        return list(self._history())
+
+    @cached_property
+    def recent(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact tokens: positions in the ring int64 [n, W], mask bool [n, Q or 1, W]."""
+        index = self.plan.window.index[self.rows]
+        width = index.shape[1]
+        positions = self.cached[:, None] - width + torch.arange(width, device=index.device)
+        return index, self._in_window(self.exact[:, None], positions)
+
+    @cached_property
+    def chunk(self) -> list[tuple[slice, torch.Tensor]]:
+        """The step's own rows per tile, causal: their columns, mask bool [n, Q, columns]."""
+        return list(self._chunk())
+
+    @cached_property
     def positions(self) -> torch.Tensor:
         """int64 [n, Q], position of each query row in its sequence."""
         return self.cached[:, None] + torch.arange(self.length, device=self.rows.device)
 
     def _history(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Compressed tokens that are not read exactly."""
         batch, size = self.plan.batch, self.plan.batch.block_size
         cached, step = self.cached, max(1, self.tile // size)
         end = -(-int(cached.max()) // size)
@@ -119,24 +138,16 @@ class GroupPlanner:
             mask = self._in_window(seen[:, None], positions)
             if not mask.any():
                 continue
-            blocks = batch.block_table[self.rows, first : first + count].long()
+            blocks = self.blocks[:, first : first + count].long()
             used = mask.any(1).unflatten(1, (count, -1)).any(2)
             yield torch.where(used, blocks, 0), mask
 
-    def _recent(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact tokens of the ring."""
-        index, present = self.plan.window.index[self.rows], self.plan.window.present[self.rows]
-        width = index.shape[1]
-        positions = self.cached[:, None] - width + torch.arange(width, device=index.device)
-        return index, self._in_window(present[:, None], positions)
-
-    def _chunk(self, real: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The step's own rows, causal."""
+    def _chunk(self) -> Iterator[tuple[slice, torch.Tensor]]:
         queries = self.positions
         for start in range(0, self.length, self.tile):
             part = slice(start, start + self.tile)
             causal = queries[:, None, part] <= queries[:, :, None]
-            yield part, self._in_window(causal & real[:, None, part], queries[:, part])
+            yield part, self._in_window(causal & self.real[:, None, part], queries[:, part])
 
     def _in_window(self, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Apply the sliding window of every query row to mask [n, Q or 1, t] over positions [n, t]."""
@@ -145,17 +156,22 @@ class GroupPlanner:
         return mask & (positions[:, None] > self.positions[..., None] - self.window)
 
 
+# (layer, group, rotated query [n, H_kv, G, Q, d], shift [n, H_kv, G, Q], softcap) -> Partial in the value basis
+HistoryKernel = Callable[[LayerCache, QueryGroup, torch.Tensor, torch.Tensor, float], Partial]
+
+
 @dataclass(frozen=True)
 class HybridScorer:
     """Attention of a layer over its LayerCache.
 
     scale: factor of q.k; window: sliding window in tokens, the query's own included (0 = none); softcap: cap of the
-    logits (0 = none).
+    logits (0 = none); history: kernel for the compressed tokens, None for the torch twin.
     """
 
     scale: float
     window: int = 0
     softcap: float = 0.0
+    history: HistoryKernel | None = None
 
     def attend(
         self,
@@ -183,19 +199,17 @@ class HybridScorer:
             output[group.tokens[group.real]] = flat[group.real].to(output.dtype)
 
     def _group(self, plan: StepPlan, length: int, rows: torch.Tensor, tile: int) -> QueryGroup:
-        """Made by the first layer that needs it in a step, and kept with the step (and `rows` with it, for its id)."""
+        """Made by the first layer that needs it in a step, and kept with the step."""
         key = (id(rows), length, self.window, tile)
         if key not in plan.groups:
-            plan.groups[key] = (rows, GroupPlanner(plan, rows, length, self.window, tile).build())
-        return plan.groups[key][1]
+            plan.groups[key] = QueryGroup(plan, rows, length, self.window, tile)
+        return plan.groups[key]
 
     def _history(self, layer: LayerCache, group: QueryGroup, heads: torch.Tensor) -> Partial:
         """Cached keys lack their centre: its logit is the same for all of them, but not for the other segments."""
         query = layer.codec.query(heads.flatten(2, 3)).view(heads.shape)
         shift = layer.codec.center_logit(heads.flatten(2, 3)).view(heads.shape[:-1])
-        partial = empty_partial(heads)
-        for blocks, mask in group.history:
-            partial = merge(partial, attend(query, *layer.store.read(blocks), mask, self.softcap, shift))
+        partial = (self.history or twin_history)(layer, group, query, shift, self.softcap)
         return layer.codec.output(partial[0]), partial[1]
 
     def _recent(self, layer: LayerCache, group: QueryGroup, heads: torch.Tensor) -> Partial:
@@ -211,6 +225,16 @@ class HybridScorer:
         for part, mask in group.chunk:
             partial = merge(partial, attend(heads, keys[:, :, part], values[:, :, part], mask, self.softcap))
         return partial
+
+
+def twin_history(
+    layer: LayerCache, group: QueryGroup, query: torch.Tensor, shift: torch.Tensor, softcap: float
+) -> Partial:
+    """Compressed tokens of a group, in the codec's bases; what a HistoryKernel must equal."""
+    partial = empty_partial(query)
+    for blocks, mask in group.history:
+        partial = merge(partial, attend(query, *layer.store.read(blocks), mask, softcap, shift))
+    return partial
 
 
 def empty_partial(heads: torch.Tensor) -> Partial:

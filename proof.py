@@ -131,7 +131,7 @@ def run_engine(model: str | None, preset: str) -> tuple[dict[str, Any], list[dic
 
 def main() -> int:
     arguments = parse_arguments()
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])}
     if arguments.claims:
         result["claims"] = run_claims(arguments.seed)
     if arguments.engine:

@@ -86,9 +86,9 @@ class CacheGroup:
     def begin_step(self, metadata: Any, slots: torch.Tensor, native_write: bool) -> StepPlan:
         """Plan of the step that `metadata` describes; made by the first layer that writes, reused by the others."""
         if self._plan is None or metadata is not self._metadata:
+            self.forget_step()
             batch = compat.batch_of(metadata, self.engine.block_size)
             self._plan, self._metadata, self._rows = self.engine.begin_step(batch), metadata, batch.rows_by_length()
-            self._reads.clear()
             self.steps += 1
             written = slots[slots >= 0]
             self.step_tokens = len(written)
@@ -115,7 +115,11 @@ class CacheGroup:
         return (self.in_store & ~self.in_native).nonzero().squeeze(1)
 
     def forget_step(self) -> None:
+        """Drop the plan; the query groups in it refer back to it, and their masks should not wait for the collector."""
+        if self._plan is not None:
+            self._plan.groups.clear()
         self._metadata, self._plan, self._rows = None, None, {}
+        self._reads.clear()
 
     @property
     def nbytes(self) -> int:

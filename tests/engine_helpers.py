@@ -25,6 +25,11 @@ class PeekExtension:
         names = ("forward", "do_kv_cache_update")
         return [name for name, layer in layers.items() if any(n in vars(layer.impl) for n in names)]
 
+    def tqtest_zero_native(self) -> None:
+        """Forget what the native caches hold, so that the next installation has nothing to encode."""
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
+
     def tqtest_originals(self) -> list[int]:
         """Identity of the function behind every hooked method, in layer order."""
         layers = self.model_runner.vllm_config.compilation_config.static_forward_context.values()
@@ -66,7 +71,6 @@ def start(model: str, **options: Any) -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    os.environ.pop("TRITON_INTERPRET", None)
     from vllm import LLM
 
     defaults: dict[str, Any] = {
@@ -79,7 +83,12 @@ def start(model: str, **options: Any) -> Any:
         "max_logprobs": 2048,
         "worker_extension_cls": f"{__name__}.PeekExtension",
     }
-    return LLM(model=model, **{**defaults, **options})
+    interpret = os.environ.pop("TRITON_INTERPRET", None)  # of the kernel tests; not for the engine's processes
+    try:
+        return LLM(model=model, **{**defaults, **options})
+    finally:
+        if interpret is not None:
+            os.environ["TRITON_INTERPRET"] = interpret
 
 
 def prompts(llm: Any, lengths: list[int], shared_prefix: int = 0) -> list[dict[str, list[int]]]:

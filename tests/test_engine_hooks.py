@@ -19,6 +19,13 @@ def llm():
     return start(str(smollm2()), max_num_batched_tokens=1024)
 
 
+@pytest.fixture(autouse=True)
+def empty_cache(llm):
+    """Installing encodes every block that was ever written; the blocks of earlier tests would only take time."""
+    llm.reset_prefix_cache()
+    llm.collective_rpc("tqtest_zero_native")
+
+
 @pytest.fixture(scope="module")
 def native(llm):
     return alone(llm, prompts(llm, LENGTHS), TOKENS, logprobs=1024)

@@ -37,8 +37,10 @@ def tq_call(self: Any, method: str, *args: Any, **kwargs: Any) -> tuple[str, Any
     """
     try:
         return "ok", getattr(self, method)(*args, **kwargs)
-    except (hooks.HookError, ValueError) as error:
+    except hooks.HookError as error:
         return type(error).__name__, str(error)
+    except ValueError as error:  # subclasses too: the caller knows this name only
+        return ValueError.__name__, str(error)
 
 
 WORKER_METHODS = (tq_install, tq_set_mode, tq_free, tq_stats, tq_uninstall, tq_call)

@@ -18,7 +18,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import NormalDist
 
@@ -28,6 +28,9 @@ from numpy.typing import NDArray
 SHIPPED_DIMS = (64, 80, 96, 112, 128, 192, 256, 576)
 SHIPPED_BITS = (1, 2, 3, 4)
 MIN_DIM = 4
+GRID_LEVELS = 128  # a byte without its sign bit
+GRID_CENTER = (GRID_LEVELS - 1) / 2
+_GRID_RESOLUTION = 1 / 32
 
 # Nine digits hold every float32, and leave room for the rounding noise of another machine's libm.
 _DIGITS = 9
@@ -35,6 +38,18 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)
 _LLOYD_SWEEPS, _NEWTON_STEPS = 100, 40
 
 Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Centroid i is (levels[i] - GRID_CENTER) * step; levels are integers in [0, GRID_LEVELS)."""
+
+    levels: tuple[int, ...]
+    step: float
+
+    @property
+    def centroids(self) -> list[float]:
+        return [(level - GRID_CENTER) * self.step for level in self.levels]
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,24 @@ class Codebook:
     centroids: tuple[float, ...]
     mse: float
     entropy: float
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The centroids rounded to 128 integer levels, which byte lookups and integer tensor cores hold exactly."""
+        half = np.array(self.centroids[len(self.centroids) // 2 :])
+        steps = half[-1] / np.arange(GRID_LEVELS / 4, GRID_LEVELS / 2, _GRID_RESOLUTION)
+        counts = np.floor(half / steps[:, None])  # half-integer multiples of the step: symmetric without a zero
+        errors = (self._half_mass * (half - (counts + 0.5) * steps[:, None]) ** 2).sum(1)
+        best = int(errors.argmin())
+        above = GRID_LEVELS // 2 + counts[best].astype(int)
+        levels = (*(GRID_LEVELS - 1 - above[::-1]).tolist(), *above.tolist())
+        return Grid(levels, float(steps[best]))
+
+    @property
+    def _half_mass(self) -> Array:
+        """Probabilities of the positive cells, in the Gaussian limit."""
+        edges = np.array([*self.thresholds[len(self.thresholds) // 2 :], math.inf])
+        return np.diff([NormalDist().cdf(edge) for edge in edges])
 
     @property
     def thresholds(self) -> tuple[float, ...]:

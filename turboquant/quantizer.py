@@ -127,7 +127,8 @@ class TurboQuantMSE(Quantizer):
             raise ValueError(f"unknown norm {norm!r}; allowed: {NORMS}")
         book = codebook.load(dim, bits)
         self.dim, self.bits, self.rotation, self.norm = dim, bits, rotation, norm
-        self.centroids = torch.tensor(book.centroids, dtype=torch.float32)
+        self.grid = book.grid
+        self.centroids = torch.tensor(book.grid.centroids, dtype=torch.float32)
         self.thresholds = torch.tensor(book.thresholds, dtype=torch.float32)
         self.scales = scan_scales(scale_candidates)
 
@@ -159,7 +160,7 @@ class TurboQuantMSE(Quantizer):
         codes = self.round(torch.stack([unit * scale for scale in self.scales]))
         words = self.lookup(codes)
         dots, energies = tree_sum(unit * words), tree_sum(words.square())
-        best = (dots * energies.rsqrt()).argmax(0, keepdim=True)
+        best = (dots / energies.sqrt()).argmax(0, keepdim=True)  # rsqrt is not the same on every device
         codes = codes.gather(0, best.expand(1, *unit.shape))
         return codes[0], energies.gather(0, best)[0], dots.gather(0, best)[0]
 
@@ -168,7 +169,7 @@ class TurboQuantMSE(Quantizer):
             return norm / self.dim**0.5
         if self.norm == "unbiased":
             return norm * self.dim**0.5 / torch.where(dot > 0, dot, torch.ones_like(dot))
-        return norm * energy.rsqrt()
+        return norm / energy.sqrt()
 
     def tables(self) -> list[torch.Tensor]:
         return [self.rotation.matrix, self.centroids, self.thresholds]

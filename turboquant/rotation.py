@@ -58,10 +58,15 @@ def batch_invariant_matmul(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tenso
 
 
 def tree_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dimension, halves first: [..., d] -> [..., 1].  The order depends on d alone."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        x = torch.cat([x[..., :half] + x[..., half : 2 * half], x[..., 2 * half :]], dim=-1)
+    """Sum over the last dimension: [..., d] -> [..., 1], padded to a power of two and folded half on half.
+
+    The order depends on d alone, and a kernel can follow it.
+    """
+    size = 1 << (x.shape[-1] - 1).bit_length()
+    x = torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+    while size > 1:
+        size //= 2
+        x = x[..., :size] + x[..., size:]
     return x
 
 

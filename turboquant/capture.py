@@ -9,7 +9,7 @@ long prompt that streams through the ring cannot push out the windows of running
 request's window go first.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,8 +164,17 @@ class RingData:
         return self.keys.nbytes + self.values.nbytes
 
 
+# (layer, ring, keys, values, slots): what `KVCaptureEngine.ingest` does, in one launch
+EncodeKernel = Callable[["LayerCache", ExactRing, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
 class LayerCache:
-    """Everything that one layer keeps: compressed pages and exact recent tokens."""
+    """Everything that one layer keeps: compressed pages and exact recent tokens.
+
+    encode: kernel that writes a step's tokens (arguments of `KVCaptureEngine.ingest` after the ring), None for torch.
+    """
+
+    encode: EncodeKernel | None = None
 
     def __init__(
         self,
@@ -226,6 +235,9 @@ class KVCaptureEngine:
     def ingest(self, layer: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Write a step's tokens: keys, values [N, H_kv, d], slots int64 [N] (below 0 = padding, skipped)."""
         slots = slots[: len(keys)]
+        if layer.encode is not None:
+            layer.encode(layer, self.ring, keys[: len(slots)], values[: len(slots)], slots)
+            return
         layer.store.write(slots, keys, values)
         rows, index = self.ring.accept(slots)
         layer.recent.keys[index] = keys[rows].to(layer.recent.keys.dtype)

@@ -101,6 +101,11 @@ def row_norm(rows: torch.Tensor) -> torch.Tensor:
     return tree_sum((rows / safe).square()).sqrt() * peak
 
 
+def exact_quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, correctly rounded; by a Python number, torch multiplies with the reciprocal on a GPU."""
+    return x / torch.full((), divisor, device=x.device)
+
+
 def scan_scales(candidates: int) -> list[float]:
     """Pre-scales that the encoder tries, 1 in their middle."""
     if candidates < 1 or candidates % 2 == 0:
@@ -166,7 +171,7 @@ class TurboQuantMSE(Quantizer):
 
     def _scale(self, norm: torch.Tensor, energy: torch.Tensor, dot: torch.Tensor) -> torch.Tensor:
         if self.norm == "plain":
-            return norm / self.dim**0.5
+            return exact_quotient(norm, self.dim**0.5)
         if self.norm == "unbiased":
             return norm * self.dim**0.5 / torch.where(dot > 0, dot, torch.ones_like(dot))
         return norm / energy.sqrt()
@@ -239,7 +244,7 @@ class GroupQuantizer(Quantizer):
     def encode(self, rows: torch.Tensor) -> Quantized:
         groups = rows.float().unflatten(-1, (-1, self.group))
         low = groups.amin(-1).to(torch.bfloat16)
-        step = ((groups.amax(-1) - low.float()) / self.levels).to(torch.bfloat16)
+        step = exact_quotient(groups.amax(-1) - low.float(), self.levels).to(torch.bfloat16)
         safe = torch.where(step > 0, step.float(), torch.ones_like(low, dtype=torch.float32))
         codes = ((groups - low.float()[..., None]) / safe[..., None]).round().clamp(0, self.levels)
         return Quantized(codes.nan_to_num().to(torch.uint8).flatten(-2), torch.cat([step, low], dim=-1))
@@ -264,7 +269,7 @@ class FP8Quantizer(Quantizer):
 
     def encode(self, rows: torch.Tensor) -> Quantized:
         rows = rows.float()
-        scale = (rows.abs().amax(-1, keepdim=True) / FP8_MAX).to(torch.bfloat16)
+        scale = exact_quotient(rows.abs().amax(-1, keepdim=True), FP8_MAX).to(torch.bfloat16)
         safe = torch.where(scale > 0, scale.float(), torch.ones_like(scale, dtype=torch.float32))
         codes = (rows / safe).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
         return Quantized(codes.view(torch.uint8), scale)

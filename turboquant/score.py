@@ -9,6 +9,7 @@ that transient memory does not grow with the context.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,7 @@ from turboquant.capture import LayerCache, StepPlan
 
 TILE_ELEMENTS = 1 << 24  # float32 numbers in the largest temporary of a tile (64 MiB)
 Partial = tuple[torch.Tensor, torch.Tensor]
+Own = tuple[torch.Tensor, torch.Tensor]
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -90,6 +92,13 @@ class QueryGroup:
         return self.plan.batch.history_lens[self.rows]
 
     @cached_property
+    def entries(self) -> torch.Tensor:
+        """int32 [n, 4]: request, first query row, query rows, cached tokens; one line for a kernel to read."""
+        batch, rows = self.plan.batch, self.rows
+        parts = (rows, batch.query_start[rows], batch.query_lens[rows], self.cached)
+        return torch.stack(parts, 1).int()
+
+    @cached_property
     def blocks(self) -> torch.Tensor:
         """integer [n, M], block tables."""
         return self.plan.batch.block_table[self.rows]
@@ -156,6 +165,24 @@ class QueryGroup:
         return mask & (positions[:, None] > self.positions[..., None] - self.window)
 
 
+class DecodeKernel(Protocol):
+    """Attention of whole groups in one go: history, exact tokens and own rows."""
+
+    def serves(self, group: QueryGroup, query: torch.Tensor, own: Own) -> bool:
+        """Whether the group's shapes and dtypes are within what the kernel can do."""
+
+    def attend(
+        self,
+        group: QueryGroup,
+        query: torch.Tensor,
+        own: Own,
+        output: torch.Tensor,
+        scale: float,
+        softcap: float,
+    ) -> None:
+        """Write the group's rows of output [T, H_q, d]; arguments as in `HybridScorer`."""
+
+
 # (layer, group, rotated query [n, H_kv, G, Q, d], shift [n, H_kv, G, Q], softcap) -> Partial in the value basis
 HistoryKernel = Callable[[LayerCache, QueryGroup, torch.Tensor, torch.Tensor, float], Partial]
 
@@ -165,20 +192,22 @@ class HybridScorer:
     """Attention of a layer over its LayerCache.
 
     scale: factor of q.k; window: sliding window in tokens, the query's own included (0 = none); softcap: cap of the
-    logits (0 = none); history: kernel for the compressed tokens, None for the torch twin.
+    logits (0 = none); history: kernel for the compressed tokens, None for the torch twin; decode: kernel for whole
+    groups of few query rows.
     """
 
     scale: float
     window: int = 0
     softcap: float = 0.0
     history: HistoryKernel | None = None
+    decode: DecodeKernel | None = None
 
     def attend(
         self,
         layer: LayerCache,
         plan: StepPlan,
         query: torch.Tensor,
-        own: tuple[torch.Tensor, torch.Tensor] | None,
+        own: Own | None,
         output: torch.Tensor,
         rows_by_length: dict[int, torch.Tensor] | None = None,
     ) -> None:
@@ -191,6 +220,9 @@ class HybridScorer:
         selected = plan.batch.rows_by_length() if rows_by_length is None else rows_by_length
         for length, rows in selected.items():
             group = self._group(plan, length, rows, tile_tokens(len(rows), length, query.shape[1], query.shape[2]))
+            if self.decode is not None and own is not None and self.decode.serves(group, query, own):
+                self.decode.attend(group, query, own, output, self.scale, self.softcap)
+                continue
             heads = group.gather(query).unflatten(1, (layer.store.num_kv_heads, -1)) * self.scale  # [n, H_kv, G, Q, d]
             partial = merge(self._history(layer, group, heads), self._recent(layer, group, heads))
             if own is not None:

@@ -19,7 +19,7 @@ from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan, window_blo
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import MODE_POLICIES, Mode, ModePolicy, SkippedLayer, TurboQuantConfig, parse_mode
 from turboquant.integration import compat
-from turboquant.kernels import choose_history
+from turboquant.kernels import choose_kernels
 from turboquant.score import HybridScorer
 
 logger = logging.getLogger("turboquant")
@@ -132,8 +132,11 @@ class LayerHook:
     def __init__(self, handle: "HookHandle", name: str, layer: Any, group: CacheGroup, cache: LayerCache):
         self.handle, self.name, self.layer, self.group, self.cache = handle, name, layer, group, cache
         parameters = compat.attention_parameters(layer)
-        kernel = choose_history(cache)
-        self.scorer = HybridScorer(parameters.scale, parameters.window, parameters.softcap, kernel)
+        self.kernels = choose_kernels(cache, group.engine.ring)
+        cache.encode = self.kernels.encode
+        self.scorer = HybridScorer(
+            parameters.scale, parameters.window, parameters.softcap, self.kernels.history, self.kernels.decode
+        )
         self.native_update, self.native_forward = layer.impl.do_kv_cache_update, layer.impl.forward
         self.layout = compat.native_layout(layer, self.native_update)
         self.native_form = compat.form_of(layer.kv_cache)

@@ -2,87 +2,93 @@
 
 The twin is `turboquant.score.twin_history`.  Split-KV: a program takes one KV head of one request, one tile of query
 rows and one share of the history; all query heads of the KV head are rows of its tile, so every page is decoded once
-per tile.  Splits are merged by log-sum-exp.  Serves Lloyd-Max keys and values of 2 to 4 bits.
+per tile.  Splits are merged by log-sum-exp.  Serves every codec but Algorithm 2 for values.
 """
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from turboquant.capture import LayerCache
-from turboquant.page import PageFormat
-from turboquant.quantizer import TurboQuantMSE
+from turboquant.codec import KVCodec
+from turboquant.kernels.pages import (
+    code_table,
+    load_codes,
+    load_rows,
+    load_scalar,
+    look_up,
+    page_side,
+    sketch_signs,
+)
+from turboquant.quantizer import TurboQuantProd
 from turboquant.score import Partial, QueryGroup
+from turboquant.store import CompressedBlockStore
 
-TOKENS = 32  # per step of the inner loop
 TARGET_PROGRAMS = 512  # a few waves on any current GPU; independent of lengths, so a captured graph may keep it
 MAX_SPLITS = 32
-PRECISION = tl.constexpr("tf32x3")  # plain tf32 is off by 5e-3 at logits of 10
+MAX_DIM = 256
+# Plain tf32 is off by 5e-3 at logits of 10; AMD's matrix units take float32 and know no tf32x3.
+PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
 
 
 @triton.jit
-def _codes(pages, base, local, coordinate, mask, OFFSET, WIDTH: tl.constexpr, D: tl.constexpr, BS: tl.constexpr,
-           DIMENSION_MAJOR: tl.constexpr):  # fmt: skip
-    """One plane's codes int32 [tokens, coordinates]: byte j of a row holds the coordinates j, j + n, j + 2n, ..."""
-    n: tl.constexpr = D * WIDTH // 8
-    byte, shift = coordinate % n, coordinate // n * WIDTH
-    if DIMENSION_MAJOR:
-        address = base[:, None] + OFFSET + byte[None, :] * BS + local[:, None]
+def _key_scores(q, sketched, pages, scalars, table, base, local, coordinate, seen, SIDE: tl.constexpr,
+                D: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+    """Inner products float32 [rows, t] of the queries with the keys of the tokens; 0 where a token is not seen."""
+    if SIDE.decoder == "group":
+        keys = load_rows(pages, scalars, table, base, local, coordinate, seen, SIDE, D, BS)
+        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
     else:
-        address = base[:, None] + OFFSET + local[:, None] * n + byte[None, :]
-    return (tl.load(pages + address, mask=mask, other=0).to(tl.int32) >> shift[None, :]) & ((1 << WIDTH) - 1)
-
-
-@triton.jit
-def _rows(pages, centroids, base, local, coordinate, mask, FIRST, SECOND, BITS: tl.constexpr, D: tl.constexpr,
-          BS: tl.constexpr, DIMENSION_MAJOR: tl.constexpr):  # fmt: skip
-    """Centroids float32 [tokens, coordinates]; 3 bits are a 2-bit plane and a 1-bit plane."""
-    if BITS == 3:
-        low = _codes(pages, base, local, coordinate, mask, FIRST, 2, D, BS, DIMENSION_MAJOR)
-        codes = low | _codes(pages, base, local, coordinate, mask, SECOND, 1, D, BS, DIMENSION_MAJOR) << 2
-    else:
-        codes = _codes(pages, base, local, coordinate, mask, FIRST, BITS, D, BS, DIMENSION_MAJOR)
-    return tl.load(centroids + codes, mask=mask, other=0.0)
+        # A token's scale multiplies its score, not its d coordinates.
+        mask = seen[:, None] & (coordinate < D)[None, :]
+        codes = load_codes(pages, base, local, coordinate, mask, SIDE, D, BS)
+        scores = tl.dot(q, tl.trans(look_up(table, codes, mask, SIDE)), input_precision=PRECISION)
+        scores *= load_scalar(scalars, base, local, 0, seen, SIDE)[None, :]
+        if SIDE.decoder == "sketch":
+            signs = tl.dot(sketched, tl.trans(sketch_signs(codes, SIDE)), input_precision=PRECISION)
+            scores += signs * load_scalar(scalars, base, local, 1, seen, SIDE)[None, :]
+    return scores
 
 
 @triton.jit
 def _history_kernel(
-    query, shift, pages, scalars, table, lengths, present, key_book, value_book, out, lse,
-    table_stride, present_stride, page_stride, rows, query_len, softcap, sliding,
-    H: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, PAGE: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    KS: tl.constexpr, VS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    DIMS: tl.constexpr, T: tl.constexpr,
+    query, sketch, shift, pages, scalars, block_table, lengths, present, key_table, value_table, out, lse,
+    table_stride, present_stride, page_stride, head_stride, rows, query_len, softcap, sliding,
+    H: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0) // H, tl.program_id(0) % H
-    split, first_row = tl.program_id(1), tl.program_id(2) * ROWS
-    length = tl.load(lengths + request)
-    share = tl.cdiv(tl.cdiv(length, SPLITS), T) * T
-    start, end = split * share, tl.minimum(length, (split + 1) * share)
-    row, coordinate = first_row + tl.arange(0, ROWS), tl.arange(0, DIMS)
+    split, row = tl.program_id(1), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    coordinate = tl.arange(0, DIMS)
     line = (tl.program_id(0).to(tl.int64) * rows + row)[:, None] * D + coordinate[None, :]
     inside = (row < rows)[:, None] & (coordinate < D)[None, :]
     q = tl.load(query + line, mask=inside, other=0.0)
+    sketched = tl.load(sketch + line, mask=inside, other=0.0) if KEY.decoder == "sketch" else q
     bias = tl.load(shift + tl.program_id(0) * rows + row, mask=row < rows, other=0.0)
+    length = tl.load(lengths + request)
     position = length + row % query_len
+    oldest = length * 0
     if sliding > 0:
-        start = tl.maximum(start, (length - sliding + 1) // T * T)
+        oldest = tl.maximum(length - sliding + 1, 0)  # blocks that no row can see may be someone else's by now
+    share = tl.cdiv(tl.cdiv(length - oldest, SPLITS), T) * T
+    start, end = oldest + split * share, tl.minimum(length, oldest + (split + 1) * share)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     for first in range(start, end, T):
         token = first + tl.arange(0, T)
-        seen = (token >= 0) & (token < end)
+        seen = token < end
         if WINDOW > 0:
             column = token - (length - WINDOW)
             recent = seen & (column >= 0)
             seen = seen & (tl.load(present + request * present_stride + column, mask=recent, other=0) == 0)
-        block = tl.load(table + request * table_stride + token // BS, mask=seen, other=0).to(tl.int64)
-        base, local = block * page_stride + head * PAGE, token % BS
-        mask = seen[:, None] & (coordinate < D)[None, :]
-        keys = _rows(pages, key_book, base, local, coordinate, mask, K0, K1, KEY_BITS, D, BS, False)
-        key_scale = tl.load(scalars + (base + KS) // 2 + local, mask=seen, other=0.0).to(tl.float32)
-        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * key_scale[None, :] + bias[:, None]
+        block = tl.load(block_table + request * table_stride + token // BS, mask=seen, other=0).to(tl.int64)
+        base, local = block * page_stride + head * head_stride, token % BS
+        scores = _key_scores(q, sketched, pages, scalars, key_table, base, local, coordinate, seen, KEY, D, BS)
+        scores += bias[:, None]
         if softcap > 0:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
         visible = tl.broadcast_to(seen[None, :], (ROWS, T))
@@ -93,9 +99,8 @@ def _history_kernel(
         safe = tl.where(new_peak == -float("inf"), 0.0, new_peak)
         weights = tl.exp(scores - safe[:, None])
         rescale = tl.exp(peak - safe)
-        values = _rows(pages, value_book, base, local, coordinate, mask, V0, V1, VALUE_BITS, D, BS, True)
-        value_scale = tl.load(scalars + (base + VS) // 2 + local, mask=seen, other=0.0).to(tl.float32)
-        acc = acc * rescale[:, None] + tl.dot(weights, values * value_scale[:, None], input_precision=PRECISION)
+        values = load_rows(pages, scalars, value_table, base, local, coordinate, seen, VALUE, D, BS)
+        acc = acc * rescale[:, None] + tl.dot(weights, values, input_precision=PRECISION)
         total = total * rescale + tl.sum(weights, 1)
         peak = new_peak
     result = tl.program_id(0).to(tl.int64) * SPLITS + split
@@ -106,70 +111,95 @@ def _history_kernel(
              mask=row < rows)  # fmt: skip
 
 
+class Tile(NamedTuple):
+    """Query rows and tokens of an inner step, and how the compiler runs it."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+def choose_tile(rows: int, dim: int, sketched: bool, hopper: bool) -> Tile:
+    """Tile for `rows` query rows per KV head, of what compiles into registers and 99 KiB of shared memory.
+
+    Hopper has room for more (112 KiB), and its larger products read one operand from shared memory.
+    """
+    dims = triton.next_power_of_2(dim)
+    room = (8192 if hopper and dims <= 128 else 4096) // (1 + sketched)
+    size = max(16, min(triton.next_power_of_2(rows), room // dims))
+    small = size * dims <= 2048
+    pipelined = small and not sketched and not torch.version.hip  # AMD's 64 KiB hold one stage
+    return Tile(size, 32 if size <= 32 and dims <= 128 else 16, 4 if small else 8, 3 if pipelined else 1)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def serves(layer: LayerCache) -> bool:
-    """Whether this kernel can read a layer's pages."""
-    return isinstance(layer.codec.key, TurboQuantMSE) and isinstance(layer.codec.value, TurboQuantMSE)
+    """Whether this kernel can read a layer's pages.
+
+    Not those with values of Algorithm 2, which no configuration offers, and not a head size whose accumulator fills
+    the shared memory of most GPUs.
+    """
+    return not isinstance(layer.codec.value, TurboQuantProd) and layer.codec.value.dim <= MAX_DIM
 
 
 def history_kernel(
     layer: LayerCache, group: QueryGroup, query: torch.Tensor, shift: torch.Tensor, softcap: float
 ) -> Partial:
     """`turboquant.score.HistoryKernel` of the layers that `serves` accepts."""
-    assert isinstance(layer.codec.key, TurboQuantMSE) and isinstance(layer.codec.value, TurboQuantMSE)
-    return history_attention(
-        query.contiguous(),
-        shift,
-        layer.store.pages,
-        layer.store.format,
-        layer.codec.key.centroids,
-        layer.codec.value.centroids,
-        group.blocks,
-        group.cached,
-        group.exact,
-        softcap,
-        group.window,
-    )
+    return history_attention(layer.store, query, shift, group.blocks, group.cached, group.exact, softcap, group.window)
 
 
 def history_attention(
+    store: CompressedBlockStore,
     query: torch.Tensor,
     shift: torch.Tensor,
-    pages: torch.Tensor,
-    layout: PageFormat,
-    key_centroids: torch.Tensor,
-    value_centroids: torch.Tensor,
     block_table: torch.Tensor,
     lengths: torch.Tensor,
     present: torch.Tensor,
     softcap: float = 0.0,
     sliding: int = 0,
 ) -> Partial:
-    """Attention of rotated, scaled queries over compressed pages.
+    """Attention of rotated, scaled queries over the pages of a store.
 
-    query float32 [n, H_kv, G, Q, d], contiguous; shift float32 [n, H_kv, G, Q]; pages uint8 [blocks, H_kv, page_bytes];
-    block_table integer [n, M]; lengths int64 [n], cached tokens; present bool [n, W], which of the last W cached tokens
-    are read exactly elsewhere and so skipped; softcap and sliding as in `HybridScorer` (0 = none).
+    query float32 [n, H_kv, G, Q, d]; shift float32 [n, H_kv, G, Q]; block_table integer [n, M]; lengths int64 [n],
+    cached tokens; present bool [n, W], which of the last W cached tokens are read exactly elsewhere and so skipped;
+    softcap and sliding as in `HybridScorer` (0 = none).
     Returns out float32 [n, H_kv, G, Q, d] in the value basis and lse float32 [n, H_kv, G, Q].
     """
     n, heads, group, query_len, dim = query.shape
-    rows = group * query_len
-    tile = min(64, max(16, triton.next_power_of_2(rows)))
-    row_tiles = triton.cdiv(rows, tile)
+    rows, sketched = group * query_len, isinstance(store.codec.key, TurboQuantProd)
+    tile = choose_tile(rows, dim, sketched, is_hopper(query.device))
+    row_tiles = triton.cdiv(rows, tile.rows)
     splits = min(MAX_SPLITS, max(1, TARGET_PROGRAMS // (n * heads * row_tiles)))
     out = query.new_empty(n, heads, splits, rows, dim)
     lse = query.new_empty(n, heads, splits, rows)
-    planes = {plane.name: plane.offset for plane in layout.planes}
+    query, pages, codec = query.contiguous(), store.pages, store.codec
     _history_kernel[(n * heads, splits, row_tiles)](
-        query, shift.contiguous(), pages, pages.view(torch.bfloat16), block_table, lengths, present.view(torch.uint8),
-        key_centroids, value_centroids, out, lse,
-        block_table.stride(0), present.stride(0), pages.stride(0), rows, query_len, softcap, sliding,
-        H=heads, D=dim, BS=layout.block_size, PAGE=layout.page_bytes, KEY_BITS=layout.key_bits,
-        VALUE_BITS=layout.value_bits, K0=planes["key_codes_0"], K1=planes.get("key_codes_1", 0),
-        V0=planes["value_codes_0"], V1=planes.get("value_codes_1", 0), KS=planes["key_scalars"],
-        VS=planes["value_scalars"], WINDOW=present.shape[1], SPLITS=splits, ROWS=tile,
-        DIMS=triton.next_power_of_2(dim), T=TOKENS,
+        query, sketch_query(codec, query), shift.contiguous(), pages, pages.view(torch.bfloat16), block_table, lengths,
+        present.view(torch.uint8), code_table(codec.key, pages.device), code_table(codec.value, pages.device), out, lse,
+        block_table.stride(0), present.stride(0), pages.stride(0), pages.stride(1), rows, query_len, softcap, sliding,
+        H=heads, D=dim, BS=store.block_size, KEY=page_side(store.format, "key", codec.key),
+        VALUE=page_side(store.format, "value", codec.value), WINDOW=present.shape[1], SPLITS=splits, ROWS=tile.rows,
+        DIMS=triton.next_power_of_2(dim), T=tile.tokens, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    return merge_splits(out, lse, query.shape)
+
+
+def sketch_query(codec: KVCodec, query: torch.Tensor) -> torch.Tensor:
+    """What the signs of Algorithm 2's keys are scored with, [..., d]; the query itself for other keys, unused."""
+    if isinstance(codec.key, TurboQuantProd):
+        return query @ (codec.key.sketch.T * codec.key.gain)
+    return query
+
+
+def merge_splits(out: torch.Tensor, lse: torch.Tensor, shape: torch.Size) -> Partial:
+    """Fold out [n, H_kv, splits, rows, d] and lse [n, H_kv, splits, rows] into a Partial of queries of `shape`."""
     total = torch.logsumexp(lse, 2)
     safe = torch.where(total == -torch.inf, 0.0, total)
     merged = torch.einsum("nhsr,nhsrd->nhrd", (lse - safe[:, :, None]).exp(), out)
-    return merged.view(query.shape), total.view(query.shape[:-1])
+    return merged.view(shape), total.view(shape[:-1])

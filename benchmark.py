@@ -1,0 +1,372 @@
+#!/usr/bin/env python3
+"""Measure turboquant's kernels against what a vLLM user has otherwise.
+
+    python benchmark.py kernels --json benchmarks/results/h200-kernels.json
+    python benchmark.py kernels --shapes 16x32768,1x32768 --heads 32,8,128 --presets k4v4
+
+Every contender runs in this process on the same shapes, is checked against torch before it is timed, and is timed as
+the replay of a CUDA graph of several calls (median of several replays), so that no launch time of Python is in it.
+"Ours" is the whole of an attention layer's decode: query preparation, history and exact window, merge.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turboquant.batch import AttentionBatch
+from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan
+from turboquant.codec import KVCodec
+from turboquant.config import PRESETS, TurboQuantConfig
+from turboquant.kernels import choose_kernels
+from turboquant.score import HybridScorer, QueryGroup
+
+SHAPES = "1x4096,1x32768,1x131072,8x8192,16x32768,32x16384,64x4096,256x2048"
+HEADS = ("32,8,128", "64,8,128", "14,2,64", "16,8,128", "32,4,256")
+DECODE_PRESETS = "k4v4,k8v4,k3v3,k4v2,k3v2,k2v2"
+BLOCK = 32  # tokens of a compressed page
+WINDOW = 128  # exact tokens
+CALLS, REPLAYS = 10, 7
+CHECKED_REQUESTS = 1
+MAX_ERROR = 5e-3
+FP8_ERROR = 0.2  # an fp8 cache of random numbers is that coarse: the gate is against blunders
+Attention = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One decode step: requests of `length` tokens each, `q_rows` of them new."""
+
+    batch: int
+    length: int
+    hq: int
+    hkv: int
+    d: int
+    q_rows: int = 1
+
+    @property
+    def scale(self) -> float:
+        return self.d**-0.5
+
+    def starts(self) -> torch.Tensor:
+        return torch.arange(self.batch + 1, device="cuda") * self.q_rows
+
+    def query(self) -> torch.Tensor:
+        rows = self.batch * self.q_rows
+        return torch.randn(rows, self.hq, self.d, device="cuda").bfloat16()
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured; `gb_per_s` counts the bytes of keys and values that the contender must read."""
+
+    contender: str
+    preset: str | None
+    batch: int
+    length: int
+    hq: int
+    hkv: int
+    d: int
+    q_rows: int
+    us: float
+    gb_per_s: float
+    rel_err: float
+
+
+def graph_time(call: Attention, calls: int = CALLS) -> float:
+    """Microseconds of one call, as the median over replays of a CUDA graph of several."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / calls * 1e3)
+    return statistics.median(times)
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative L2 error; raises on NaN."""
+    error = float((got.float() - want).norm() / want.norm())
+    if math.isnan(error):
+        raise RuntimeError("the output holds NaN")
+    return error
+
+
+def gate(name: str, error: float, limit: float) -> float:
+    if error > limit:
+        raise RuntimeError(f"{name} is wrong: relative error {error:.2e} is above {limit:.0e}; not timed")
+    return error
+
+
+def copy_bandwidth() -> float:
+    """GB/s, read and written, of a device-to-device copy of 1 GiB."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / graph_time(lambda: target.copy_(source)) / 1e3
+
+
+def plain_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of the last rows of one request: query [Q, H_q, d], keys and values [L, H_kv, d], in float32."""
+    rows, length = len(query), len(keys)
+    grouped = query.float().unflatten(1, (keys.shape[1], -1))
+    scores = torch.einsum("qhgd,lhd->hgql", grouped, keys.float()) * scale
+    position = torch.arange(length - rows, length, device=query.device)
+    hidden = torch.arange(length, device=query.device) > position[:, None]
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hgql,lhd->qhgd", weights, values.float()).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class Native:
+    """A native cache: FlashAttention-3 as vLLM calls it, on pages of 16 tokens."""
+
+    fp8: bool
+    page: int = 16
+
+    @property
+    def name(self) -> str:
+        return "fa3-fp8" if self.fp8 else "fa3-bf16"
+
+    def row(self, shape: Shape) -> Row:
+        call, query, cache, table, out = self._prepare(shape)
+        call()
+        blocks = table[0].long()
+        keys, values = (x[blocks].flatten(0, 1)[: shape.length].float() for x in cache)
+        want = plain_attention(query[: shape.q_rows], keys, values, shape.scale)
+        limit = FP8_ERROR if self.fp8 else MAX_ERROR
+        error = gate(self.name, relative_error(out[: shape.q_rows], want), limit)
+        micros = graph_time(call)
+        read = 2 * shape.batch * shape.length * shape.hkv * shape.d * (1 if self.fp8 else 2)
+        return Row(self.name, None, **asdict(shape), us=micros, gb_per_s=read / micros / 1e3, rel_err=error)
+
+    def _prepare(self, shape: Shape) -> tuple[Any, ...]:
+        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
+
+        dtype = torch.float8_e4m3fn if self.fp8 else torch.bfloat16
+        per = -(-shape.length // self.page)
+        cache = torch.empty(2, shape.batch * per, self.page, shape.hkv, shape.d, dtype=dtype, device="cuda")
+        for part in cache.view(-1).split(2**28):
+            part.copy_(torch.randn(len(part), device="cuda"))
+        query = shape.query()
+        operand = query.to(dtype)
+        table = torch.randperm(shape.batch * per, device="cuda").int().view(shape.batch, per)
+        lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device="cuda")
+        starts, out = shape.starts().int(), torch.empty_like(query)
+        one = torch.ones(shape.batch, shape.hkv, device="cuda")
+        scales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), one) if self.fp8 else {}
+        plan = get_scheduler_metadata(
+            batch_size=shape.batch, max_seqlen_q=shape.q_rows, max_seqlen_k=shape.length, num_heads_q=shape.hq,
+            num_heads_kv=shape.hkv, headdim=shape.d, cache_seqlens=lengths, qkv_dtype=dtype, cu_seqlens_q=starts,
+            page_size=self.page, causal=True,
+        )  # fmt: skip
+
+        def call() -> None:
+            flash_attn_varlen_func(
+                q=operand, k=cache[0], v=cache[1], out=out, cu_seqlens_q=starts, max_seqlen_q=shape.q_rows,
+                seqused_k=lengths, max_seqlen_k=shape.length, causal=True, softmax_scale=shape.scale,
+                block_table=table, fa_version=3, scheduler_metadata=plan, **scales,
+            )  # fmt: skip
+
+        return call, operand.float(), cache, table, out
+
+
+@dataclass(frozen=True)
+class Stock:
+    """The TurboQuant that vLLM itself carries (4-bit keys and values); decode only, one query row."""
+
+    name: str = "vllm-turboquant"
+    preset: str = "turboquant_4bit_nc"
+
+    def row(self, shape: Shape) -> Row:
+        from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig as StockConfig
+        from vllm.v1.attention.ops.triton_turboquant_decode import triton_turboquant_decode_attention
+
+        config = StockConfig.from_cache_dtype(self.preset, shape.d)
+        page, per = 16, -(-shape.length // 16)
+        slot = config.slot_size_aligned
+        cache = torch.randint(0, 60, (shape.batch * per, page, shape.hkv, slot), dtype=torch.uint8, device="cuda")
+        table = torch.randperm(shape.batch * per, device="cuda").int().view(shape.batch, per)
+        lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device="cuda")
+        codebook = KVCodec.build(TurboQuantConfig(), 0, shape.hkv, shape.d, None, "cuda").value
+        query, rotation = shape.query(), codebook.rotation.matrix
+        call = lambda: triton_turboquant_decode_attention(  # noqa: E731
+            query=query, kv_cache=cache, block_table=table, seq_lens=lengths, Pi=rotation, centroids=codebook.centroids,
+            scale=shape.scale, mse_bits=config.key_mse_bits, key_packed_size=config.key_packed_size,
+            value_quant_bits=config.effective_value_quant_bits, key_fp8=config.key_fp8,
+            norm_correction=config.norm_correction, PiT=rotation.T.contiguous(),
+        )  # fmt: skip
+        call()
+        micros = graph_time(call, calls=3)
+        read = shape.batch * shape.length * shape.hkv * slot
+        # Random bytes have no meaning in its format: its speed is measured, its output is not ours to judge.
+        return Row(self.name, self.preset, **asdict(shape), us=micros, gb_per_s=read / micros / 1e3, rel_err=math.nan)
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A preset of turboquant on pages of random codes, the last WINDOW tokens exact."""
+
+    preset: str
+
+    @property
+    def name(self) -> str:
+        return self.preset
+
+    def row(self, shape: Shape) -> Row:
+        codec = KVCodec.build(TurboQuantConfig.from_options(self.preset), 0, shape.hkv, shape.d, None, "cuda")
+        layer, plan, engine = self._cache(shape, codec)
+        query, out = shape.query(), torch.empty_like(shape.query())
+        own = tuple(torch.randn(len(query), shape.hkv, shape.d, device="cuda").bfloat16() for _ in range(2))
+        kernels = choose_kernels(layer, engine.ring)
+        if kernels.decode is None:
+            raise RuntimeError(f"{self.preset} has no fast decode here: {kernels.reason}")
+        group = QueryGroup(plan, torch.arange(shape.batch, device="cuda"), shape.q_rows, 0, 0)
+        call = lambda: kernels.decode.attend(group, query, own, out, shape.scale, 0.0)  # noqa: E731
+        call()
+        error = gate(self.name, self._error(shape, layer, plan, query, own, out), MAX_ERROR)
+        micros = graph_time(call)
+        exact = int(plan.window.present.sum())
+        cached = int(plan.batch.history_lens.sum())
+        compressed = (cached - exact) * layer.store.format.token_bytes * shape.hkv
+        read = compressed + (exact + len(query)) * 4 * shape.hkv * shape.d
+        return Row(self.name, self.preset, **asdict(shape), us=micros, gb_per_s=read / micros / 1e3, rel_err=error)
+
+    def _cache(self, shape: Shape, codec: KVCodec) -> tuple[LayerCache, StepPlan, KVCaptureEngine]:
+        per = -(-shape.length // BLOCK)
+        blocks = shape.batch * per
+        engine = KVCaptureEngine(blocks, BLOCK, WINDOW, shape.batch * (WINDOW // BLOCK + 2), "cuda")
+        layer = engine.add_layer("layer", codec, shape.hkv, torch.bfloat16)
+        pages = layer.store.pages
+        pages.random_(0, 256)
+        for plane in layer.store.format.group("key_scalars") + layer.store.format.group("value_scalars"):
+            scalars = layer.store.format.view(pages, plane)
+            scalars.copy_((torch.rand(*scalars.shape[:-1], 1, device="cuda") + 0.5).bfloat16().view(torch.uint8))
+        if codec.key.bits == 8:  # codes of NaN do not occur in real pages
+            keys = layer.store.format.view(pages, layer.store.format.group("key_codes")[0])
+            keys[(keys & 127) == 127] = 0
+        table = torch.randperm(blocks, device="cuda").int().view(shape.batch, per)
+        before = torch.full((shape.batch,), shape.length - shape.q_rows, device="cuda")
+        starts = torch.arange(shape.batch + 1, device="cuda") * (shape.length - shape.q_rows)
+        engine.begin_step(AttentionBatch(starts, before, table, BLOCK))
+        engine.ring.written.fill_(True)
+        for rows in (layer.recent.keys, layer.recent.values):
+            rows.normal_()
+        return layer, engine.begin_step(AttentionBatch(shape.starts(), before + shape.q_rows, table, BLOCK)), engine
+
+    def _error(self, shape: Shape, layer: LayerCache, plan: StepPlan, query: torch.Tensor, own: Any, out: Any) -> float:
+        rows = {shape.q_rows: torch.arange(CHECKED_REQUESTS, device="cuda")}
+        want = torch.zeros(out.shape, device="cuda")
+        HybridScorer(shape.scale).attend(layer, plan, query, own, want, rows)
+        checked = CHECKED_REQUESTS * shape.q_rows
+        return relative_error(out[:checked], want[:checked])
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """ "16x32768,..." -> [(16, 32768), ...]; ValueError names what it cannot read."""
+    try:
+        return [(int(batch), int(length)) for batch, length in (part.split("x") for part in text.split(","))]
+    except ValueError:
+        raise ValueError(f"--shapes {text!r} is not of the form BATCHxLENGTH,BATCHxLENGTH") from None
+
+
+def parse_heads(texts: list[str]) -> list[tuple[int, int, int]]:
+    """ "32,8,128" -> (query heads, KV heads, head size)."""
+    heads = [tuple(map(int, text.split(","))) for text in texts if text.replace(",", "").isdigit()]
+    if len(heads) != len(texts) or any(len(h) != 3 or h[0] % h[1] for h in heads):
+        raise ValueError(f"--heads {texts} are not all of the form H_Q,H_KV,D with H_Q a multiple of H_KV")
+    return heads  # type: ignore[return-value]
+
+
+def shapes(arguments: argparse.Namespace) -> Iterator[Shape]:
+    for hq, hkv, d in parse_heads(arguments.heads):
+        for batch, length in parse_shapes(arguments.shapes):
+            yield from (Shape(batch, length, hq, hkv, d, rows) for rows in arguments.q_rows)
+
+
+def contenders(arguments: argparse.Namespace, shape: Shape) -> Iterator[Any]:
+    if not arguments.no_rivals:
+        yield from (Native(fp8=False), Native(fp8=True))
+    if arguments.stock and shape.q_rows == 1:
+        yield Stock()
+    yield from (Ours(preset) for preset in arguments.presets.split(","))
+
+
+def measure(contender: Any, shape: Shape) -> Row | None:
+    """The contender's row, or None with a printed reason where it cannot run the shape."""
+    try:
+        return contender.row(shape)
+    except (torch.cuda.OutOfMemoryError, ImportError, RuntimeError) as error:
+        print(f"  {contender.name:16} {shape}: {type(error).__name__}: {str(error).splitlines()[0][:160]}", flush=True)
+        return None
+    finally:
+        torch.cuda.empty_cache()
+
+
+def kernels(arguments: argparse.Namespace) -> None:
+    """Decode attention of one layer."""
+    if unknown := set(arguments.presets.split(",")) - set(PRESETS):
+        raise ValueError(f"unknown presets {sorted(unknown)}; allowed: {sorted(PRESETS)}")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: a copy moves {bandwidth:.0f} GB/s", flush=True)
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(), "copy_gb_per_s": bandwidth, "window": WINDOW, "page": BLOCK,
+        "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), "rows": [],
+    }  # fmt: skip
+    for shape in shapes(arguments):
+        rows = [row for contender in contenders(arguments, shape) if (row := measure(contender, shape))]
+        report["rows"] += [asdict(row) | {"rel_err": None if math.isnan(row.rel_err) else row.rel_err} for row in rows]
+        print_table(shape, rows, bandwidth)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def print_table(shape: Shape, rows: list[Row], bandwidth: float) -> None:
+    head = f"{shape.batch}x{shape.length}, {shape.hq} on {shape.hkv} heads of {shape.d}, {shape.q_rows} query rows"
+    print(f"{head}\n  {'':16} {'us':>8} {'GB/s':>6} {'of copy':>8} {'error':>8}  over bf16, over fp8", flush=True)
+    native = {row.contender: row.us for row in rows}
+    for row in rows:
+        ratios = [f"{native[name] / row.us:9.2f}" for name in ("fa3-bf16", "fa3-fp8") if name in native]
+        figures = f"{row.us:8.1f} {row.gb_per_s:6.0f} {row.gb_per_s / bandwidth:8.1%} {row.rel_err:8.1e}"
+        print(f"  {row.contender:16} {figures} {' '.join(ratios)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    part = commands.add_parser("kernels", help="decode attention of one layer, on a CUDA device")
+    part.add_argument("--shapes", default=SHAPES, help="BATCHxLENGTH,...")
+    part.add_argument("--heads", nargs="+", default=list(HEADS), help="H_Q,H_KV,D ...")
+    part.add_argument("--presets", default=DECODE_PRESETS)
+    part.add_argument("--q-rows", nargs="+", type=int, default=[1, 4], help="new tokens of a request")
+    part.add_argument("--no-rivals", action="store_true", help="leave FlashAttention-3 out")
+    part.add_argument("--stock", action="store_true", help="measure vLLM's own TurboQuant too (slow)")
+    part.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmark.py kernels needs a CUDA device")
+    try:
+        {"kernels": kernels}[arguments.command](arguments)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

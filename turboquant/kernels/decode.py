@@ -1,0 +1,246 @@
+"""The fast decode of one layer: prepare the queries, one attention launch, merge.
+
+Serves decode and verify steps (1 + k query rows) on NVIDIA GPUs from compute capability 8.0, for Lloyd-Max values and
+Lloyd-Max or fp8 keys and power-of-two head sizes; everything else takes the portable kernels.  The launches depend on
+the shapes of a batch alone, never on its lengths, so that a captured graph stays right.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from turboquant.capture import ExactRing, LayerCache
+from turboquant.kernels import gluon_decode, gluon_rows, tiles
+from turboquant.kernels.decoders import BF16_128, table_words
+from turboquant.quantizer import FP8Quantizer, TurboQuantMSE
+from turboquant.score import Own, QueryGroup
+
+LOG2E = 1 / math.log(2)
+ROW_CHOICES = (4, 8, 16)
+MAX_QUERY = 16  # query rows of a request that still count as decode
+MAX_SPLITS = 192
+EXACT_TOKENS = 16  # tokens of a tile of the exact segment
+LONG_PIECE, SHORT_PIECE = 8, 2  # tiles of an exact piece: few requests need short pieces for latency
+REGISTERS_PER_SM = 65536
+
+
+def unsupported(layer: LayerCache) -> str | None:
+    """Why the fast decode cannot serve a layer, or None."""
+    codec, device = layer.codec, layer.store.pages.device
+    dim, size = codec.key.dim, layer.store.block_size
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs an NVIDIA GPU of compute capability 8.0"
+    if not isinstance(codec.value, TurboQuantMSE) or not isinstance(codec.key, TurboQuantMSE | FP8Quantizer):
+        return "it serves Lloyd-Max values, and Lloyd-Max or fp8 keys"
+    if isinstance(codec.key, FP8Quantizer) and torch.cuda.get_device_capability(device) < (8, 9):
+        return "fp8 keys need compute capability 8.9"
+    if dim not in (64, 128, 256) or size % 16:
+        return f"it serves head sizes 64, 128 and 256 and pages of a multiple of 16 tokens, not {dim} and {size}"
+    if any(bits not in (2, 3, 4, 8) or tiles.code_rows(bits, dim) < 16 for bits in (codec.key.bits, codec.value.bits)):
+        return f"it serves 2 to 4 bits, 3 bits from head size 128, not {codec.key.bits} and {codec.value.bits} at {dim}"
+    if layer.recent.keys.dtype not in (torch.bfloat16, torch.float16):
+        return f"it serves bfloat16 and float16 models, not {layer.recent.keys.dtype}"
+    return None
+
+
+def query_tile(rows: int, dim: int) -> int:
+    """Query rows of a tile: what the registers hold."""
+    most = 8 if dim == 256 else 16
+    return next(choice for choice in ROW_CHOICES if choice >= min(rows, most))
+
+
+def max_registers(tile: int, dim: int, key_bits: int) -> int:
+    """Registers a thread: the least that needs no memory for variables, in steps that give another program a place."""
+    if dim == 256 or tile == 16:
+        return 255
+    return 128 if tile == 4 and key_bits != 8 else 168
+
+
+def lookup_table(levels: tuple[int, ...]) -> list[int]:
+    """Five words, each twice: up to four of the lookup table, and the upper bytes of bfloat16 values."""
+    words = [*table_words(levels), 0, 0, 0, 0][:4]
+    return [word for word in (*words, BF16_128) for _ in range(2)]
+
+
+@dataclass(frozen=True, eq=False)
+class SplitMatrix:
+    """A float32 matrix as scale * (parts[0] + parts[1]) in a 16-bit dtype, off by 2^-17 (bf16) at most.
+
+    A Hadamard matrix is +-1 times a number, so its first part is exact and the second 0.
+    """
+
+    parts: torch.Tensor
+    scale: float
+    exact: bool
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor, dtype: torch.dtype) -> "SplitMatrix":
+        scale = float(matrix.abs().max())
+        unit = matrix / scale
+        high = unit.to(dtype)
+        low = (unit - high.float()).to(dtype)
+        return cls(torch.stack([high, low]).contiguous(), scale, not bool(low.any()))
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeTables:
+    """Constants of a layer on its device.
+
+    query_matrix [H_kv, d, d]: `KVCodec.query_matrix`, transposed, rows in key order; output_matrix [d, d]: from value
+    order back to the original basis, transposed; lookup int32 [20].
+    """
+
+    query_matrix: SplitMatrix
+    output_matrix: SplitMatrix
+    lookup: torch.Tensor
+    key_step: float
+    value_step: float
+
+    @classmethod
+    def of(cls, layer: LayerCache) -> "DecodeTables":
+        codec, dim = layer.codec, layer.codec.key.dim
+        assert isinstance(codec.value, TurboQuantMSE)
+        device = layer.store.pages.device
+        key_order = tiles.key_order(codec.key.bits, dim).to(device)
+        value_order = tiles.value_order(codec.value.bits, dim).to(device)
+        grid = codec.key.grid if isinstance(codec.key, TurboQuantMSE) else None
+        words = lookup_table(grid.levels if grid else ()) + lookup_table(codec.value.grid.levels)
+        return cls(
+            SplitMatrix.of(codec.query_matrix[:, :, key_order].transpose(1, 2), layer.recent.keys.dtype),
+            SplitMatrix.of(codec.value.rotation.matrix[value_order].T, torch.bfloat16),
+            torch.tensor(words, dtype=torch.int32, device=device),
+            grid.step if grid else 1.0,
+            codec.value.grid.step,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.query_matrix.parts.nbytes + self.output_matrix.parts.nbytes + self.lookup.nbytes
+
+
+class FastDecode:
+    """The fast decode of one layer."""
+
+    def __init__(self, layer: LayerCache, ring: ExactRing):
+        self.layer, self.tables = layer, DecodeTables.of(layer)
+        self.window = ring.window
+        self.constants = kernel_constants(layer)
+        device = layer.store.pages.device
+        self.overlap = torch.cuda.get_device_capability(device) >= (9, 0)  # programmatic dependent launch
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def serves(self, group: QueryGroup, query: torch.Tensor, own: Own) -> bool:
+        """See `turboquant.score.DecodeKernel`."""
+        dtype = self.layer.recent.keys.dtype
+        rows_are_plain = all(x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] for x in (query, *own))
+        return group.length <= MAX_QUERY and rows_are_plain and all(x.dtype == dtype for x in (query, *own))
+
+    def attend(
+        self,
+        group: QueryGroup,
+        query: torch.Tensor,
+        own: Own,
+        output: torch.Tensor,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> None:
+        """Attention of the requests of `group`: query [T, H_q, d] -> output [T, H_q, d].
+
+        own: keys and values [T, H_kv, d] of the step's rows; all in the dtype of the exact ring.
+        """
+        n, heads, dim = len(group.rows), self.layer.store.num_kv_heads, query.shape[2]
+        factor = scale / softcap if softcap else scale * LOG2E
+        tile = query_tile(query.shape[1] // heads * group.length, dim)
+        row_tiles = -(-query.shape[1] // heads * group.length // tile)
+        registers = max_registers(tile, dim, self.layer.codec.key.bits)
+        slots = self.processors * (REGISTERS_PER_SM // (32 * registers))
+        splits = max(1, min(MAX_SPLITS, slots // (n * heads * row_tiles)))  # programs that fill the device once
+        exact_tiles = SHORT_PIECE if n * heads * row_tiles * 2 < slots else LONG_PIECE
+        pieces = max(1, -(-self.window // (EXACT_TOKENS * exact_tiles)))
+        shape = (n, heads, row_tiles, splits + pieces, tile)
+        partial = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+        prepared = self._prepare(query, factor)
+        self._attend(group, prepared, query, own, partial, lse, pieces, exact_tiles, registers, factor, softcap)
+        self._merge(group, partial, lse, pieces, output)
+
+    def _prepare(self, query: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """query [T, H_q, d] -> 16-bit queries, score factors and shifts, offsets (`gluon_rows.prepare_kernel`)."""
+        tokens, query_heads, dim = query.shape
+        heads, matrix = self.layer.store.num_kv_heads, self.tables.query_matrix
+        group = query_heads // heads
+        floating = isinstance(self.layer.codec.key, FP8Quantizer)
+        dtype = torch.float16 if floating else torch.int8
+        rows = torch.empty(tokens, heads, group, 2, dim, dtype=dtype, device=query.device)
+        factors = torch.empty(tokens, heads, group, 2, dtype=torch.float32, device=query.device)
+        offsets = torch.empty(tokens, heads, group, dtype=torch.int32, device=query.device)
+        grid = (-(-tokens * group // gluon_rows.ROWS.value), heads)
+        gluon_rows.prepare_kernel[grid](
+            query, matrix.parts, self.layer.codec.transform.center, rows, factors, offsets, tokens, query.stride(0),
+            factor, matrix.scale, self.tables.key_step, heads, G=group, D=dim, FLOAT=floating, EXACT=matrix.exact,
+            PDL=self.overlap, num_warps=gluon_rows.WARPS.value,
+        )  # fmt: skip
+        return rows, factors, offsets
+
+    def _attend(
+        self,
+        group: QueryGroup,
+        prepared: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        query: torch.Tensor,
+        own: Own,
+        partial: torch.Tensor,
+        lse: torch.Tensor,
+        pieces: int,
+        exact_tiles: int,
+        registers: int,
+        factor: float,
+        softcap: float,
+    ) -> None:
+        """Fill partial float32 [n, H_kv, row tiles, segments, rows, d], lse [.., rows] (base 2, -inf for nothing)."""
+        batch, window = group.plan.batch, group.plan.window
+        pages, recent, (keys, values) = self.layer.store.pages, self.layer.recent, own
+        n, heads, row_tiles, segments, tile, _ = partial.shape
+        gluon_decode.decode_kernel[(n * heads, segments, row_tiles)](
+            *prepared, query, pages, self.tables.lookup, batch.block_table, group.entries, window.index,
+            window.present.view(torch.uint8), recent.keys, recent.values, keys, values, partial, lse,
+            batch.block_table.stride(0), pages.stride(0), query.stride(0), keys.stride(0), values.stride(0),
+            recent.keys.stride(0), heads, segments - pieces, factor, softcap * LOG2E, group.window,
+            G=query.shape[1] // heads, R=tile, WINDOW=self.window, SLIDING=group.window > 0, SOFTCAP=softcap > 0,
+            VSTEP=self.tables.value_step, ROW_TILES=row_tiles, PIECES=pieces, EXACT_TILES=exact_tiles,
+            PDL=self.overlap, num_warps=1, maxnreg=registers, launch_pdl=self.overlap, **self.constants,
+        )  # fmt: skip
+
+    def _merge(
+        self, group: QueryGroup, partial: torch.Tensor, lse: torch.Tensor, pieces: int, output: torch.Tensor
+    ) -> None:
+        """Merge the segments into the group's rows of output [T, H_q, d]."""
+        n, heads, row_tiles, segments, tile, dim = partial.shape
+        matrix, rows = self.tables.output_matrix, gluon_rows.ROWS.value
+        groups = 1
+        while groups < min(rows, segments - pieces) and n * row_tiles * tile * groups * heads < rows * self.processors:
+            groups *= 2
+        gluon_rows.merge_kernel[(-(-n * row_tiles * tile * groups // rows), heads)](
+            partial, lse, matrix.parts, group.entries, output, n, output.stride(0), matrix.scale, heads, pieces,
+            segments, G=output.shape[1] // heads, R=tile, ROW_TILES=row_tiles, D=dim, GROUPS=groups,
+            EXACT=matrix.exact, PDL=self.overlap, num_warps=gluon_rows.WARPS.value, launch_pdl=self.overlap,
+        )  # fmt: skip
+
+
+def kernel_constants(layer: LayerCache) -> dict[str, Any]:
+    """Constants of the attention kernel that depend on the page format."""
+    layout = layer.store.format
+    offsets = {plane.name: plane.offset for plane in layout.planes}
+    tokens = 32 if layout.block_size % 32 == 0 else 16
+    key_rows = tiles.code_rows(layout.key_bits, layout.head_dim)
+    value_rows = tiles.code_rows(layout.value_bits, layout.head_dim)
+    run = 8 if layout.key_bits == 8 else tiles.byte_run(key_rows)
+    return {
+        "D": layout.head_dim, "T": tokens, "BS": layout.block_size, "KBITS": layout.key_bits,
+        "VBITS": layout.value_bits, "K0": offsets["key_codes_0"], "K1": offsets.get("key_codes_1", 0),
+        "V0": offsets["value_codes_0"], "V1": offsets.get("value_codes_1", 0), "KS": offsets["key_scalars"],
+        "VS": offsets["value_scalars"], "KL": tiles.PlaneTile(key_rows, tokens, run).key_layout,
+        "VL": tiles.PlaneTile(value_rows, tokens, run).value_layout, "KROWS": key_rows, "VROWS": value_rows,
+        "RUN": run, "PAGE": layout.page_bytes,
+    }  # fmt: skip

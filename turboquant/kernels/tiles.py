@@ -1,0 +1,98 @@
+"""Where codes lie in a page tile, and in which register of a warp: facts shared by the fast decode kernel's parts.
+
+A tile is `tokens` (16 or 32) consecutive tokens of a page, read by one warp.  The order of the coordinates inside a
+dot product is free as long as query and key agree, and so is the order of the tokens as long as P and V agree; both
+orders are chosen so that every byte is loaded by the lane whose tensor-core fragment needs it.
+
+Tensor-core fragments (PTX m16n8k16 and m16n8k32): lane = 4 i + c holds rows i and i + 8 of the first operand, and in
+each row the positions that belong to c.  Row 8 a + 2 c' + b of a tile is token tokens/4 * c' + 2 a + b, so that the
+weights which lane c gets after a transposition (tokens 2 c + b of every a) belong to neighbouring tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from turboquant.packing import plane_bytes, plane_widths
+
+WORD = 4  # bytes that a lane decodes at a time
+
+
+def bits_of(start: int, stop: int) -> list[int]:
+    """Powers of two in [start, stop)."""
+    return [1 << k for k in range(start.bit_length() - 1, stop.bit_length() - 1)]
+
+
+@dataclass(frozen=True)
+class PlaneTile:
+    """A tile of one code plane: `rows` bytes per token.  The finest plane's rows are the rows of the decoded parts.
+
+    byte_run: neighbouring bytes of a token that one lane of a key tile holds.
+    """
+
+    rows: int
+    tokens: int
+    byte_run: int
+
+    @property
+    def key_layout(self) -> gl.DistributedLinearLayout:
+        """uint8 [tokens, rows] of a token-major plane, in physical token order."""
+        quarter = self.tokens // 4
+        registers = [[0, bit] for bit in bits_of(1, self.byte_run)]
+        registers += [[bit, 0] for bit in bits_of(2, quarter)]
+        registers += [[0, bit] for bit in bits_of(4 * self.byte_run, self.rows)]
+        lanes = [[0, self.byte_run], [0, 2 * self.byte_run], [1, 0], [quarter, 0], [2 * quarter, 0]]
+        return gl.DistributedLinearLayout(registers, lanes, [], [], [self.tokens, self.rows])
+
+    @property
+    def value_layout(self) -> gl.DistributedLinearLayout:
+        """uint8 [rows, tokens] of a dimension-major plane, in physical token order."""
+        quarter = self.tokens // 4
+        registers = [[0, bit] for bit in bits_of(1, quarter)] + [[bit, 0] for bit in bits_of(8, self.rows)]
+        lanes = [[0, quarter], [0, 2 * quarter], [1, 0], [2, 0], [4, 0]]
+        return gl.DistributedLinearLayout(registers, lanes, [], [], [self.rows, self.tokens])
+
+
+def code_rows(bits: int, dim: int) -> int:
+    """Bytes per token of the finest plane: every part that is decoded at once has so many coordinates."""
+    return plane_bytes(min(plane_widths(bits)), dim)
+
+
+def byte_run(rows: int) -> int:
+    return min(16, rows // 4)
+
+
+def key_order(bits: int, dim: int) -> torch.Tensor:
+    """Coordinate of each position of the dot product over a key: int64 [dim], part after part.
+
+    A part holds the codes that one output register gets from a word: of the low or of the high half of the four bytes,
+    both nibbles of each byte (4 and 2 bits: of one shift of the word).
+    """
+    rows, parts = code_rows(bits, dim), []
+    byte = torch.arange(rows)
+    for shift, half in part_shifts(bits):
+        source = byte // WORD * WORD + half * 2 + byte % WORD // 2
+        parts.append(_coordinate(bits, dim, source, byte % 2, shift))
+    return torch.cat(parts) if bits != 8 else torch.arange(dim)
+
+
+def value_order(bits: int, dim: int) -> torch.Tensor:
+    """Coordinate of each row of a decoded value tile: int64 [dim], part after part."""
+    rows = code_rows(bits, dim)
+    byte = torch.arange(rows)
+    shifts = [shift for shift, half in part_shifts(bits) if half == 0]
+    return torch.cat([_coordinate(bits, dim, byte, nibble, shift) for shift in shifts for nibble in (0, 1)])
+
+
+def part_shifts(bits: int) -> list[tuple[int, int]]:
+    """(shift of the word, half of the word) of every key part, in the order in which the decoders give them."""
+    shifts = {4: [0], 2: [0, 1], 3: [0, 1, 2, 3], 8: [0]}[bits]
+    return [(shift, half) for shift in shifts for half in (0, 1)]
+
+
+def _coordinate(bits: int, dim: int, byte: torch.Tensor, nibble: torch.Tensor | int, shift: int) -> torch.Tensor:
+    """Coordinate of the code at (byte, nibble) after the word was shifted by `shift` codes of the finest plane."""
+    rows = code_rows(bits, dim)
+    per_nibble = dim // rows // 2  # codes of the finest plane in half a byte
+    return byte + rows * (shift + per_nibble * nibble)

@@ -1,0 +1,110 @@
+"""Compressed pages to dense rows in plain Triton, for attention kernels that read nothing else.
+
+The twins are `CompressedBlockStore.read` (rotated rows) and `CompressedBlockStore.read_slots` (original basis).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from turboquant.kernels.pages import code_table, load_codes, load_rows, load_scalar, page_side, sketch_signs
+from turboquant.quantizer import Quantizer, TurboQuantProd
+from turboquant.rotation import batch_invariant_matmul
+from turboquant.store import CompressedBlockStore
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+@triton.jit
+def _mapped(pages, scalars, table, matrix, base, local, seen, SIDE: tl.constexpr, SIGNS: tl.constexpr, D: tl.constexpr,
+            BS: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """Rows (or only the signs) of the tokens times matrix [D, D]: float32 [T, DIMS].
+
+    A few coordinates at a time: a whole matrix of head size 256 exceeds shared memory.
+    """
+    column = tl.arange(0, DIMS)
+    acc = tl.zeros([T, DIMS], tl.float32)
+    for first in range(0, D, CHUNK):
+        coordinate = first + tl.arange(0, CHUNK)
+        if SIGNS:
+            mask = seen[:, None] & (coordinate < D)[None, :]
+            rows = sketch_signs(load_codes(pages, base, local, coordinate, mask, SIDE, D, BS), SIDE)
+        else:
+            rows = load_rows(pages, scalars, table, base, local, coordinate, seen, SIDE, D, BS)
+        inside = (coordinate < D)[:, None] & (column < D)[None, :]
+        weights = tl.load(matrix + coordinate[:, None] * D + column[None, :], mask=inside, other=0.0)
+        acc += tl.dot(rows, weights, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _decode_kernel(
+    slots, pages, scalars, table, rotation, sketch, gain, center, out, count, page_stride, head_stride, out_stride,
+    out_head_stride, SIDE: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, ROTATE: tl.constexpr,
+    AFFINE: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    head, token, coordinate = tl.program_id(1), tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, DIMS)
+    slot = tl.load(slots + token, mask=token < count, other=-1).to(tl.int64)
+    seen = slot >= 0
+    base, local = slot // BS * page_stride + head * head_stride, slot % BS
+    if ROTATE:
+        rows = _mapped(pages, scalars, table, rotation, base, local, seen, SIDE, False, D, BS, DIMS, CHUNK, T)
+    else:
+        rows = load_rows(pages, scalars, table, base, local, coordinate, seen, SIDE, D, BS)
+    if SIDE.decoder == "sketch":
+        signs = _mapped(pages, scalars, table, sketch, base, local, seen, SIDE, True, D, BS, DIMS, CHUNK, T)
+        rows += signs * load_scalar(scalars, base, local, 1, seen, SIDE)[:, None]
+    if AFFINE:
+        own = head * D + coordinate
+        rows = rows / tl.load(gain + own, mask=coordinate < D, other=1.0)[None, :]
+        rows = tl.where(seen[:, None], rows + tl.load(center + own, mask=coordinate < D, other=0.0)[None, :], 0.0)
+    address = token.to(tl.int64)[:, None] * out_stride + head * out_head_stride + coordinate[None, :]
+    tl.store(out + address, rows.to(out.dtype.element_ty), mask=(token < count)[:, None] & (coordinate < D)[None, :])
+
+
+def decode_rows(
+    store: CompressedBlockStore, slots: torch.Tensor, dtype: torch.dtype, *, rotated: bool, out: Rows | None = None
+) -> Rows:
+    """Decode single tokens: int64 [N] -> keys and values `dtype` [N, H_kv, d]; rows of slots below 0 are 0.
+
+    rotated: leave both in the codec's bases (`KVCodec.query`, `KVCodec.output`); else rotate and shift them back.
+    out: where to write, two tensors of that shape and dtype whose rows are contiguous.
+    """
+    shape = (len(slots), store.num_kv_heads, store.format.head_dim)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=slots.device), torch.empty(shape, dtype=dtype, device=slots.device)
+    keys, values = out
+    for rows in (keys, values):
+        if rows.shape != shape or rows.dtype != dtype or rows.stride(-1) != 1:
+            raise ValueError(f"out must be {dtype} {shape} with contiguous rows; got {rows.dtype} {tuple(rows.shape)}")
+    if len(slots):
+        slots = slots.contiguous()
+        _decode_side(store, "key", store.codec.key, slots, keys, rotated)
+        _decode_side(store, "value", store.codec.value, slots, values, rotated)
+    return keys, values
+
+
+def _decode_side(
+    store: CompressedBlockStore, name: str, quantizer: Quantizer, slots: torch.Tensor, out: torch.Tensor, rotated: bool
+) -> None:
+    """Decode the side `name` ("key" or "value") of slots int64 [N] into out [N, H_kv, d]."""
+    pages, transform, rotation = store.pages, store.codec.transform, quantizer.rotation
+    rotate = not rotated and rotation.kind != "identity"
+    dims = triton.next_power_of_2(quantizer.dim)
+    sketched = isinstance(quantizer, TurboQuantProd)
+    tokens = 32 if dims * (1 + sketched) <= 256 else 16  # so many rows stay in registers
+    _decode_kernel[(triton.cdiv(len(slots), tokens), store.num_kv_heads)](
+        slots, pages, pages.view(torch.bfloat16), code_table(quantizer, pages.device), rotation.matrix,
+        _sketch_matrix(quantizer, rotate), transform.gain, transform.center, out, len(slots), pages.stride(0),
+        pages.stride(1), out.stride(0), out.stride(1), SIDE=page_side(store.format, name, quantizer), D=quantizer.dim,
+        BS=store.block_size, ROTATE=rotate, AFFINE=name == "key" and not rotated, DIMS=dims, CHUNK=16, T=tokens,
+        num_stages=1,
+    )  # fmt: skip
+
+
+def _sketch_matrix(quantizer: Quantizer, rotate: bool) -> torch.Tensor:
+    """What signs are multiplied with, float32 [d, d], up to the residual's norm; unused but for Algorithm 2."""
+    if not isinstance(quantizer, TurboQuantProd):
+        return quantizer.rotation.matrix
+    sketch = quantizer.gain * quantizer.sketch
+    return batch_invariant_matmul(sketch, quantizer.rotation.matrix) if rotate else sketch

@@ -93,7 +93,7 @@ def check_decode(case, *, sliding=0, softcap=0.0, name):
     want = torch.full(case.query.shape, 7.0, device="cuda")
     HybridScorer(scale, sliding, softcap).attend(case.layer, case.plan, case.query, case.own, want)
     got = torch.full_like(case.query, 7.0)
-    scorer = HybridScorer(scale, sliding, softcap, kernels.history, kernels.decode)
+    scorer = HybridScorer(scale, sliding, softcap, kernels.history, kernels.fused)
     scorer.attend(case.layer, case.plan, case.query, case.own, got)
     assert (got[tokens:] == 7).all(), "rows of no request were written"
     error = float((got[:tokens].float() - want[:tokens]).norm() / want[:tokens].norm())
@@ -170,7 +170,7 @@ def test_graph_replay_with_other_lengths():
         plan = StepPlan(AttentionBatch(starts, seqs, table, 32), case.plan.window)  # nothing of it is computed yet
         scorer.attend(case.layer, plan, case.query, case.own, output, rows)
 
-    fast = HybridScorer(128**-0.5, 0, 0.0, kernels.history, kernels.decode)
+    fast = HybridScorer(128**-0.5, 0, 0.0, kernels.history, kernels.fused)
     attend(fast, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -187,6 +187,23 @@ def test_graph_replay_with_other_lengths():
             float((out[: len(lens)][real].float() - want[: len(lens)][real]).norm() / want[: len(lens)][real].norm())
             < MAX_ERROR
         )
+
+
+@pytest.mark.parametrize("options", [{}, {"key_bits": 8}, {"d": 64, "hkv": 2, "hq": 14}, {"window": 0}], ids=str)
+def test_prefill_of_long_chunks(options):
+    compat = pytest.importorskip("turboquant.integration.compat")
+    case = make_case((20000, 33, 700), q=150, **options)
+    attention = compat.dense_attention(case.layer.recent.keys)
+    if attention is None:
+        pytest.skip("no FlashAttention here")
+    kernels = choose_kernels(case.layer, case.engine.ring, attention)
+    scale, tokens = case.query.shape[2] ** -0.5, int(case.plan.batch.query_start[-1])
+    want, got = torch.zeros(case.query.shape, device="cuda"), torch.zeros_like(case.query)
+    HybridScorer(scale).attend(case.layer, case.plan, case.query, case.own, want)
+    HybridScorer(scale, fused=kernels.fused).attend(case.layer, case.plan, case.query, case.own, got)
+    error = float((got[:tokens].float() - want[:tokens]).norm() / want[:tokens].norm())
+    RESULTS[f"prefill {options}"] = error
+    assert error < MAX_ERROR
 
 
 CODECS = [

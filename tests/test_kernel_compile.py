@@ -26,6 +26,8 @@ CONFIGS = {
 }
 CASES = [("k4v4", 64), *((config, 16384) for config in CONFIGS)]  # a decode step, and long prompts
 
+# Bytes of registers set aside, with sliding window and softcap on; a decode without them keeps everything.
+MAX_STACK = {"prepare": 0, "decode": 64, "merge": 0}
 ONE_REGISTER = 8  # ptxas aims at 128 registers a thread, and may set one aside outside the loop (k8v4 on sm_90)
 
 
@@ -36,6 +38,8 @@ def signature_of(kernel, values, unspecialised):
         value = values[name]
         if isinstance(value, torch.Tensor):
             signature[name] = POINTERS[value.dtype]
+        elif isinstance(value, str):
+            signature[name] = value
         elif name.isupper():
             signature[name], constants[name] = "constexpr", value
         else:
@@ -50,8 +54,10 @@ def compile_for(kernel, values, capability, unspecialised=(), **options):
     """The kernel that these arguments launch, compiled for CUDA devices of a capability such as 90."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-    source = ASTSource(kernel, *signature_of(kernel, values, unspecialised))
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = kind(kernel, *signature_of(kernel, values, unspecialised))
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -90,22 +96,106 @@ def compile_encode(capability, config, tokens, dim=128, heads=8):
     }
 
 
-@pytest.mark.skipif(not (TOOLS / "cuobjdump").exists(), reason="this Triton brings no CUDA tools")
-@pytest.mark.parametrize("capability", [80, 90, 120])
-def test_encode(capability):
+# key bits, value bits, head size, page size, query heads per KV head and query rows of a tile
+DECODES = [
+    (4, 4, 128, 32, 4, 4),
+    (3, 2, 128, 32, 4, 4),
+    (2, 2, 128, 16, 8, 8),
+    (4, 4, 128, 32, 16, 16),
+    (4, 2, 64, 64, 7, 8),
+    (3, 3, 256, 32, 8, 8),
+    (8, 4, 128, 32, 4, 4),
+]
+
+
+def decode_arguments(key_bits, value_bits, dim, block, group, tile, capability):
+    """Arguments of the three kernels of the fast decode, with type names for tensors."""
+    from turboquant.capture import KVCaptureEngine
+    from turboquant.codec import KVCodec
+    from turboquant.config import TurboQuantConfig
+    from turboquant.kernels import decode
+
+    codec = KVCodec.build(TurboQuantConfig(key_bits=key_bits, value_bits=value_bits), 1, 1, dim)
+    layer = KVCaptureEngine(4, block, 128, 4).add_layer("layer", codec, 1, torch.bfloat16)
+    types = {
+        "*bf16": "RAW KEYS VALUES OWN_KEYS OWN_VALUES MATRIX OUTPUT",
+        "*fp32": "FACTOR OUT LSE CENTER",
+        "*i32": "OFFSET TABLES BLOCKS REQUESTS",
+        "*u8": "PAGES PRESENT",
+        "*i64": "INDEX",
+        "*fp16" if key_bits == 8 else "*i8": "QUERY",
+        "fp32": "scale softcap matrix_scale key_step",
+    }
+    values = {name: kind for kind, names in types.items() for name in names.split()}
+    integers = "block_stride heads splits sliding tokens pairs pieces segments"
+    values |= dict.fromkeys(integers.split(), 1001) | dict.fromkeys(
+        ["page_stride", "raw_stride", "key_stride", "value_stride", "ring_stride", "output_stride"], 1024
+    )
+    overlap = capability >= 90
+    common = {"G": group, "D": dim, "R": tile, "EXACT": True, "PDL": overlap, "ROW_TILES": 1}
+    attention = {"WINDOW": 128, "SLIDING": True, "SOFTCAP": True, "VSTEP": 0.04, "PIECES": 4, "EXACT_TILES": 2}
+    warps = decode.row_warps(dim)
+    rows = {"FLOAT": key_bits == 8, "ROWS": 16, "WARPS": warps, "GROUPS": 4}
+    registers = decode.max_registers(tile, dim, key_bits)
+    return values | common | attention | rows | decode.kernel_constants(layer), warps, registers
+
+
+def compile_decode(capability, case):
+    from turboquant.kernels import gluon_decode, gluon_rows
+
+    values, warps, registers = decode_arguments(*case, capability)
+    kernels = {
+        "prepare": (gluon_rows.prepare_kernel, {"num_warps": warps}),
+        "decode": (gluon_decode.decode_kernel, {"num_warps": 1, "maxnreg": registers}),
+        "merge": (gluon_rows.merge_kernel, {"num_warps": warps}),
+    }
+    found = {}
+    for name, (kernel, options) in kernels.items():
+        chosen = {argument: values[argument] for argument in kernel.arg_names}
+        found[name] = resources(compile_for(kernel, chosen, capability, **options))
+    return found
+
+
+def in_a_process(what, capability):
+    """What this file, run as a program without the interpreter, reports."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parent.parent
     environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, __file__, str(capability)]
+    command = [sys.executable, __file__, what, str(capability)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+needs_tools = pytest.mark.skipif(not (TOOLS / "cuobjdump").exists(), reason="this Triton brings no CUDA tools")
+
+
+@needs_tools
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_encode(capability):
+    found = in_a_process("encode", capability)
     assert found.keys() == {f"{config} {tokens}" for config, tokens in CASES}
     for usage in found.values():
         assert usage["STACK"] <= ONE_REGISTER and usage["LOCAL"] == 0
         assert not usage["ftz"] and not usage["contracted"]
 
 
+@needs_tools
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_fast_decode(capability):
+    pytest.importorskip("triton.experimental.gluon")
+    found = in_a_process("decode", capability)
+    assert len(found) == (len(DECODES) if capability >= 90 else len(DECODES) - 1)
+    for case, kernels in found.items():
+        for name, usage in kernels.items():
+            assert usage["STACK"] <= MAX_STACK[name] and usage["LOCAL"] == 0, (case, name, usage)
+
+
 if __name__ == "__main__":
-    report = {f"{config} {tokens}": compile_encode(int(sys.argv[1]), config, tokens) for config, tokens in CASES}
+    chosen = int(sys.argv[2])
+    if sys.argv[1] == "encode":
+        report = {f"{config} {tokens}": compile_encode(chosen, config, tokens) for config, tokens in CASES}
+    else:
+        cases = [case for case in DECODES if case[0] != 8 or chosen >= 90]  # fp8 keys from 8.9
+        report = {str(case): compile_decode(chosen, case) for case in cases}
     sys.stdout.write(json.dumps(report) + "\n")

@@ -42,14 +42,20 @@ class AttentionBatch:
     def rows_by_length(self) -> dict[int, torch.Tensor]:
         """Requests grouped by query length rounded up to a power of two: {padded length: int64 [n]}.
 
-        Keeps padding below a factor of two.  Reads the lengths on the host, once: for the torch scorer only.
+        Keeps padding below a factor of two.  Reads the lengths on the host, once.
         """
         return self._rows_by_length
 
     @cached_property
+    def host_lens(self) -> list[tuple[int, int, int]]:
+        """(first query row, query rows, cached tokens) of every request, read on the host once per step."""
+        columns = (self.query_start[:-1], self.query_lens, self.history_lens)
+        return [(start, new, cached) for start, new, cached in torch.stack(columns, 1).tolist()]
+
+    @cached_property
     def _rows_by_length(self) -> dict[int, torch.Tensor]:
         groups: dict[int, list[int]] = {}
-        for row, length in enumerate(self.query_lens.tolist()):
+        for row, (_, length, _) in enumerate(self.host_lens):
             if length > 0:
                 groups.setdefault(1 << (length - 1).bit_length(), []).append(row)
         device = self.seq_lens.device

@@ -99,6 +99,11 @@ class QueryGroup:
         return torch.stack(parts, 1).int()
 
     @cached_property
+    def host_rows(self) -> list[int]:
+        """The request numbers on the host."""
+        return self.rows.tolist()
+
+    @cached_property
     def blocks(self) -> torch.Tensor:
         """integer [n, M], block tables."""
         return self.plan.batch.block_table[self.rows]
@@ -165,20 +170,14 @@ class QueryGroup:
         return mask & (positions[:, None] > self.positions[..., None] - self.window)
 
 
-class DecodeKernel(Protocol):
-    """Attention of whole groups in one go: history, exact tokens and own rows."""
+class FusedKernel(Protocol):
+    """Attention of a whole group: history, exact tokens and own rows."""
 
-    def serves(self, group: QueryGroup, query: torch.Tensor, own: Own) -> bool:
+    def serves(self, group: QueryGroup, query: torch.Tensor, own: Own, softcap: float) -> bool:
         """Whether the group's shapes and dtypes are within what the kernel can do."""
 
     def attend(
-        self,
-        group: QueryGroup,
-        query: torch.Tensor,
-        own: Own,
-        output: torch.Tensor,
-        scale: float,
-        softcap: float,
+        self, group: QueryGroup, query: torch.Tensor, own: Own, output: torch.Tensor, scale: float, softcap: float
     ) -> None:
         """Write the group's rows of output [T, H_q, d]; arguments as in `HybridScorer`."""
 
@@ -192,15 +191,15 @@ class HybridScorer:
     """Attention of a layer over its LayerCache.
 
     scale: factor of q.k; window: sliding window in tokens, the query's own included (0 = none); softcap: cap of the
-    logits (0 = none); history: kernel for the compressed tokens, None for the torch twin; decode: kernel for whole
-    groups of few query rows.
+    logits (0 = none); history: kernel for the compressed tokens, None for the torch twin; fused: kernels for whole
+    groups, of which the first that serves a group takes it.
     """
 
     scale: float
     window: int = 0
     softcap: float = 0.0
     history: HistoryKernel | None = None
-    decode: DecodeKernel | None = None
+    fused: tuple[FusedKernel, ...] = ()
 
     def attend(
         self,
@@ -220,8 +219,8 @@ class HybridScorer:
         selected = plan.batch.rows_by_length() if rows_by_length is None else rows_by_length
         for length, rows in selected.items():
             group = self._group(plan, length, rows, tile_tokens(len(rows), length, query.shape[1], query.shape[2]))
-            if self.decode is not None and own is not None and self.decode.serves(group, query, own):
-                self.decode.attend(group, query, own, output, self.scale, self.softcap)
+            if own is not None and (kernel := self._fused(group, query, own)) is not None:
+                kernel.attend(group, query, own, output, self.scale, self.softcap)
                 continue
             heads = group.gather(query).unflatten(1, (layer.store.num_kv_heads, -1)) * self.scale  # [n, H_kv, G, Q, d]
             partial = merge(self._history(layer, group, heads), self._recent(layer, group, heads))
@@ -229,6 +228,9 @@ class HybridScorer:
                 partial = merge(partial, self._own_chunk(group, heads, *own))
             flat = partial[0].flatten(1, 2).transpose(1, 2)  # [n, Q, H_q, d]
             output[group.tokens[group.real]] = flat[group.real].to(output.dtype)
+
+    def _fused(self, group: QueryGroup, query: torch.Tensor, own: Own) -> FusedKernel | None:
+        return next((kernel for kernel in self.fused if kernel.serves(group, query, own, self.softcap)), None)
 
     def _group(self, plan: StepPlan, length: int, rows: torch.Tensor, tile: int) -> QueryGroup:
         """Made by the first layer that needs it in a step, and kept with the step."""

@@ -168,6 +168,37 @@ def attention_parameters(layer: Any) -> AttentionParameters:
 
 
 # ---- step metadata ---------------------------------------------------------------------------------------------
+def dense_attention(like: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+    """vLLM's FlashAttention for keys like `like` as `turboquant.kernels.prefill.DenseAttention`, None without.
+
+    The function and its keywords are those of 0.18.1 to 0.33.0; which versions of FlashAttention run is asked.
+    """
+    if not like.is_cuda or like.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
+    except ImportError:
+        return None
+    version = next((version for version in (3, 2) if is_fa_version_supported(version)), None)
+    if version is None or like.shape[-1] > 256:
+        return None
+
+    def attention(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = [
+            torch.arange(2, dtype=torch.int32, device=query.device) * len(rows) for rows in (query, keys)
+        ]  # made on the device: nothing waits for a copy
+        out, lse, *_ = flash_attn_varlen_func(
+            q=query, k=keys, v=values, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], max_seqlen_q=len(query),
+            max_seqlen_k=len(keys), softmax_scale=scale, causal=causal, return_softmax_lse=True, fa_version=version,
+        )  # fmt: skip
+        return out, lse
+
+    return attention
+
+
 def current_metadata(layer_name: str) -> Any:
     """The layer's metadata of the step being run, or None in profiling runs."""
     from vllm.forward_context import get_forward_context

@@ -132,10 +132,10 @@ class LayerHook:
     def __init__(self, handle: "HookHandle", name: str, layer: Any, group: CacheGroup, cache: LayerCache):
         self.handle, self.name, self.layer, self.group, self.cache = handle, name, layer, group, cache
         parameters = compat.attention_parameters(layer)
-        self.kernels = choose_kernels(cache, group.engine.ring)
+        self.kernels = choose_kernels(cache, group.engine.ring, compat.dense_attention(cache.recent.keys))
         cache.encode = self.kernels.encode
         self.scorer = HybridScorer(
-            parameters.scale, parameters.window, parameters.softcap, self.kernels.history, self.kernels.decode
+            parameters.scale, parameters.window, parameters.softcap, self.kernels.history, self.kernels.fused
         )
         self.native_update, self.native_forward = layer.impl.do_kv_cache_update, layer.impl.forward
         self.layout = compat.native_layout(layer, self.native_update)

@@ -1,16 +1,21 @@
 """Triton kernels; the only part of the package that imports Triton.
 
 encode      a step's keys and values into pages and ring, one launch a layer
-decode      attention of few query rows, fast: NVIDIA, Lloyd-Max and fp8 (query, gluon_decode, merge; tiles, decoders)
+decode      attention of few query rows, fast: NVIDIA, Lloyd-Max and fp8 (gluon_*, tiles, decoders)
+prefill     attention of long chunks on top of a dense kernel, from a small workspace of decoded tokens
 history     attention over compressed tokens, portable: any codec, any number of rows
-transcode   compressed pages to plain rows
+transcode   compressed pages to plain rows (pages: how kernels read them)
 """
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from turboquant.capture import EncodeKernel, ExactRing, LayerCache
-from turboquant.score import DecodeKernel, HistoryKernel
+from turboquant.score import FusedKernel, HistoryKernel
+
+if TYPE_CHECKING:
+    from turboquant.kernels.prefill import DenseAttention
 
 
 @dataclass(frozen=True)
@@ -19,25 +24,40 @@ class Kernels:
 
     encode: EncodeKernel | None = None
     history: HistoryKernel | None = None
-    decode: DecodeKernel | None = None
+    decode: FusedKernel | None = None
+    prefill: FusedKernel | None = None
     reason: str | None = None
 
+    @property
+    def fused(self) -> tuple[FusedKernel, ...]:
+        """Kernels that take whole groups, the most special first."""
+        return tuple(kernel for kernel in (self.decode, self.prefill) if kernel is not None)
 
-def choose_kernels(layer: LayerCache, ring: ExactRing) -> Kernels:
-    """What serves a layer on its device; decided once, at installation."""
+
+def choose_kernels(layer: LayerCache, ring: ExactRing, attention: "DenseAttention | None" = None) -> Kernels:
+    """What serves a layer on its device; decided once, at installation.
+
+    attention: the engine's dense attention, for long chunks.
+    """
     if layer.store.pages.device.type == "cpu":
         return Kernels(reason="the cache is on the CPU")
     if find_spec("triton") is None:
         return Kernels(reason="Triton is not installed")
     from turboquant.kernels import history
     from turboquant.kernels.encode import encode
+    from turboquant.kernels.prefill import StagedPrefill
 
-    fast, reason = choose_decode(layer, ring)
-    portable = history.history_kernel if history.serves(layer) else None
-    return Kernels(encode, portable, fast, reason)
+    decode, reason = choose_decode(layer, ring)
+    return Kernels(
+        encode,
+        history.history_kernel if history.serves(layer) else None,
+        decode,
+        StagedPrefill(layer, attention) if attention is not None else None,
+        reason,
+    )
 
 
-def choose_decode(layer: LayerCache, ring: ExactRing) -> tuple[DecodeKernel | None, str | None]:
+def choose_decode(layer: LayerCache, ring: ExactRing) -> tuple[FusedKernel | None, str | None]:
     """The fast decode, or why not."""
     if find_spec("triton.experimental.gluon") is None:
         return None, "this Triton has no Gluon"

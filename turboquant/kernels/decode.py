@@ -58,6 +58,14 @@ def max_registers(tile: int, dim: int, key_bits: int) -> int:
     return 128 if tile == 4 and key_bits != 8 else 168
 
 
+def row_warps(dim: int) -> int:
+    """Warps of a program that multiplies 16 rows with a [dim, dim] matrix, up to what columns and registers allow.
+
+    Such programs are few and wait for one instruction after the other, so that more warps finish sooner.
+    """
+    return min(dim // 8, 2048 // dim)
+
+
 def lookup_table(levels: tuple[int, ...]) -> list[int]:
     """Five words, each twice: up to four of the lookup table, and the upper bytes of bfloat16 values."""
     words = [*table_words(levels), 0, 0, 0, 0][:4]
@@ -131,20 +139,14 @@ class FastDecode:
         self.overlap = torch.cuda.get_device_capability(device) >= (9, 0)  # programmatic dependent launch
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def serves(self, group: QueryGroup, query: torch.Tensor, own: Own) -> bool:
-        """See `turboquant.score.DecodeKernel`."""
+    def serves(self, group: QueryGroup, query: torch.Tensor, own: Own, softcap: float) -> bool:
+        """See `turboquant.score.FusedKernel`."""
         dtype = self.layer.recent.keys.dtype
         rows_are_plain = all(x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] for x in (query, *own))
         return group.length <= MAX_QUERY and rows_are_plain and all(x.dtype == dtype for x in (query, *own))
 
     def attend(
-        self,
-        group: QueryGroup,
-        query: torch.Tensor,
-        own: Own,
-        output: torch.Tensor,
-        scale: float,
-        softcap: float = 0.0,
+        self, group: QueryGroup, query: torch.Tensor, own: Own, output: torch.Tensor, scale: float, softcap: float
     ) -> None:
         """Attention of the requests of `group`: query [T, H_q, d] -> output [T, H_q, d].
 
@@ -176,11 +178,15 @@ class FastDecode:
         rows = torch.empty(tokens, heads, group, 2, dim, dtype=dtype, device=query.device)
         factors = torch.empty(tokens, heads, group, 2, dtype=torch.float32, device=query.device)
         offsets = torch.empty(tokens, heads, group, dtype=torch.int32, device=query.device)
-        grid = (-(-tokens * group // gluon_rows.ROWS.value), heads)
+        many = tokens * group * heads > gluon_rows.ROWS.value * self.processors
+        size, warps = (
+            (2 * gluon_rows.ROWS.value, max(4, dim // 32)) if many else (gluon_rows.ROWS.value, row_warps(dim))
+        )
+        grid = (-(-tokens * group // size), heads)
         gluon_rows.prepare_kernel[grid](
             query, matrix.parts, self.layer.codec.transform.center, rows, factors, offsets, tokens, query.stride(0),
             factor, matrix.scale, self.tables.key_step, heads, G=group, D=dim, FLOAT=floating, EXACT=matrix.exact,
-            PDL=self.overlap, num_warps=gluon_rows.WARPS.value,
+            PDL=self.overlap, WARPS=warps, ROWS=size, num_warps=warps,
         )  # fmt: skip
         return rows, factors, offsets
 
@@ -218,13 +224,14 @@ class FastDecode:
         """Merge the segments into the group's rows of output [T, H_q, d]."""
         n, heads, row_tiles, segments, tile, dim = partial.shape
         matrix, rows = self.tables.output_matrix, gluon_rows.ROWS.value
-        groups = 1
-        while groups < min(rows, segments - pieces) and n * row_tiles * tile * groups * heads < rows * self.processors:
+        groups, room = 1, rows * self.processors // (n * row_tiles * tile * heads)
+        while groups < min(rows, segments - pieces) and 2 * groups <= room:
             groups *= 2
+        warps = row_warps(dim) if room else max(4, dim // 32)
         gluon_rows.merge_kernel[(-(-n * row_tiles * tile * groups // rows), heads)](
             partial, lse, matrix.parts, group.entries, output, n, output.stride(0), matrix.scale, heads, pieces,
             segments, G=output.shape[1] // heads, R=tile, ROW_TILES=row_tiles, D=dim, GROUPS=groups,
-            EXACT=matrix.exact, PDL=self.overlap, num_warps=gluon_rows.WARPS.value, launch_pdl=self.overlap,
+            EXACT=matrix.exact, PDL=self.overlap, WARPS=warps, num_warps=warps, launch_pdl=self.overlap,
         )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ A tile is float32 [tokens, P] with P the head size padded to a power of two.  Ro
 lanes and its upper coordinate bits in registers: there a tree sum folds most of a row without a shuffle.
 """
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,6 +41,7 @@ ROTATIONS = {"identity": IDENTITY, "hadamard": HADAMARD, "haar": HAAR}
 _CONSTANTS: WeakKeyDictionary[CompressedBlockStore, tuple[tuple[int, ...], tuple[int, ...]]] = WeakKeyDictionary()
 SMALL_ROWS = 4096  # rows (of all heads and sides) that a current GPU runs at once with a warp for each
 LANES = 32
+GLUON_REGISTERS = 128  # a thread of the kernel with explicit layouts: 16 of its programs run on a multiprocessor
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------
@@ -580,12 +583,51 @@ def arguments(
     }
 
 
+def has_layout(side: tuple[int, ...], key: bool) -> bool:
+    """Whether `gluon_encode` has code for a side with these `side_constants`."""
+    kind, bits, rotation, _, norm, *_ = side
+    if kind == MSE.value:
+        return bits in (2, 3, 4) and rotation == HADAMARD.value and norm == CORRECTED.value
+    return key and kind == FP8.value and rotation == IDENTITY.value
+
+
+@cache
+def runs_gluon(device: torch.device) -> bool:
+    """Whether kernels with explicit layouts compile for a device."""
+    if device.type != "cuda" or torch.version.hip is not None or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0) and find_spec("triton.experimental.gluon") is not None
+
+
+def choose(chosen: dict[str, Any]) -> bool:
+    """Whether `gluon_encode` takes these `arguments`: many rows, and sides and sizes that it has code for."""
+    return (
+        chosen["T"] > 1
+        and chosen["D"] in (64, 128, 256)
+        and chosen["BS"] % 16 == 0
+        and has_layout(chosen["KEY"], True)
+        and has_layout(chosen["VALUE"], False)
+        and runs_gluon(chosen["keys"].device)
+    )
+
+
+def encode_many(chosen: dict[str, Any]) -> None:
+    """Launch the kernel with explicit layouts on `arguments`; a program is a warp with 1024 coordinates."""
+    from turboquant.kernels.gluon_encode import encode_kernel
+
+    grid = (triton.cdiv(chosen["count"] * chosen["D"], 1024), chosen["H"], 2)
+    own = {name: chosen[name] for name in encode_kernel.arg_names}
+    encode_kernel[grid](**own, num_warps=1, maxnreg=GLUON_REGISTERS, enable_fp_fusion=False)
+
+
 def encode(layer: LayerCache, ring: ExactRing, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
     """`KVCaptureEngine.ingest` without its synchronisations: keys, values [N, H_kv, d], slots int64 [N].
 
     Token and head strides are free.
     """
     chosen = arguments(layer, ring, keys, values, slots)
-    if chosen["count"]:
+    if choose(chosen):
+        encode_many(chosen)
+    elif chosen["count"]:
         grid = (triton.cdiv(chosen["count"], chosen["T"]), chosen["H"], 2)
         _encode_kernel[grid](**chosen, enable_fp_fusion=False)

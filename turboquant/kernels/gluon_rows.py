@@ -13,7 +13,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from turboquant.codebook import GRID_CENTER
 
 ROWS = gl.constexpr(16)
-WARPS = gl.constexpr(4)
 UNROLL = gl.constexpr(4)  # segments whose rows are on their way at once
 QUERY_LEVELS = gl.constexpr(32512.0)  # 127 * 256: the high byte of a 16-bit query stays an int8
 TWICE_CENTER = gl.constexpr(int(2 * GRID_CENTER))
@@ -30,9 +29,10 @@ def matrix_operand(matrix, first, D: gl.constexpr, N: gl.constexpr, layout: gl.c
 @gluon.jit
 def prepare_kernel(
     RAW, MATRIX, CENTER, QUERY, FACTOR, OFFSET, tokens, raw_stride, scale, matrix_scale, key_step, heads,
-    G: gl.constexpr, D: gl.constexpr, FLOAT: gl.constexpr, EXACT: gl.constexpr, PDL: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, FLOAT: gl.constexpr, EXACT: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
-    """16 query rows of one KV head.
+    """ROWS query rows of one KV head.
 
     RAW [T, heads * G, D]; MATRIX [2, heads, D, D] in RAW's dtype, rows in key order; CENTER float32 [heads, D];
     QUERY [T, heads, G, 2, D], int8 high and low bytes or float16 number and rest; FACTOR float32 [T, heads, G, 2],
@@ -95,10 +95,10 @@ def weighted_sum(
             used = real & (place < stop)
             line = (first + place) * R + lane
             weight = gl.exp2(gl.load(LSE + line, mask=used, other=float("-inf")) - peak)
-            part = gl.load(OUT + line[:, None] * D + dim[None, :], mask=used[:, None], other=0.0)
-            mass += weight
             # A row of weight 0 may never have been written.
-            total += gl.where((weight > 0)[:, None], weight[:, None] * part, 0.0)
+            part = gl.load(OUT + line[:, None] * D + dim[None, :], mask=(weight > 0)[:, None], other=0.0)
+            mass += weight
+            total += weight[:, None] * part
     return mass, total
 
 
@@ -106,7 +106,7 @@ def weighted_sum(
 def merge_kernel(
     OUT, LSE, MATRIX, REQUESTS, OUTPUT, pairs, output_stride, matrix_scale, heads, pieces, segments,
     G: gl.constexpr, R: gl.constexpr, ROW_TILES: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr,
-    EXACT: gl.constexpr, PDL: gl.constexpr,
+    EXACT: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """ROWS / GROUPS query rows of one KV head; group g of a row adds up the row's segments g, g + GROUPS, ...
 

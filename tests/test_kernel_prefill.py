@@ -1,0 +1,94 @@
+"""Long chunks through a small workspace of decoded tokens, against the torch scorer; in Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from helpers import normal
+from test_kernel_history import DEVICE
+
+from turboquant.batch import AttentionBatch
+from turboquant.capture import KVCaptureEngine
+from turboquant.codec import KeyTransform, KVCodec
+from turboquant.config import TurboQuantConfig
+from turboquant.kernels import prefill
+from turboquant.score import HybridScorer, merge
+
+HEADS, GROUP, DIM, BLOCK = 2, 3, 64, 16
+
+
+def dense(query, keys, values, scale, causal):
+    """A dense attention as an engine would bring it, computed in float32."""
+    q = query.float().unflatten(1, (keys.shape[1], -1))
+    scores = torch.einsum("qhgd,lhd->hgql", q, keys.float()).flatten(0, 1) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
+    out = torch.einsum("hgql,lhd->qhgd", scores.softmax(-1).unflatten(0, q.shape[1:3]), values.float())
+    return out.flatten(1, 2).to(query.dtype), scores.logsumexp(-1)
+
+
+def make_step(cached, new, *, window=20, center=True, **options):
+    """Requests with `cached` tokens in pages and ring, and `new` rows of their own."""
+    transform = None
+    if center:
+        transform = KeyTransform(normal(HEADS, DIM, seed=8) * 2, normal(HEADS, DIM, seed=9).abs() + 0.5)
+    codec = KVCodec.build(TurboQuantConfig(**options), 0, HEADS, DIM, transform, DEVICE)
+    per = (max(cached) + max(new)) // BLOCK + 1
+    engine = KVCaptureEngine(len(cached) * per, BLOCK, window, len(cached) * 4, DEVICE)
+    layer = engine.add_layer("layer", codec, HEADS, torch.bfloat16)
+    layer.store.pages.fill_(0xFF)
+    table = torch.randperm(len(cached) * per, generator=torch.Generator().manual_seed(3)).view(-1, per).to(DEVICE)
+    before, counts = torch.tensor(cached, device=DEVICE), torch.tensor(new, device=DEVICE)
+    slots = [table[i, p // BLOCK] * BLOCK + p % BLOCK for i, n in enumerate(cached) for p in range(n)]
+
+    def rows(seed, count, heads):
+        return (normal(count, heads, DIM, seed=seed) + 1).to(DEVICE, torch.bfloat16)
+
+    def starts(lens):
+        return torch.cat([lens.new_zeros(1), lens.cumsum(0)])
+
+    engine.begin_step(AttentionBatch(starts(before), before, table, BLOCK))
+    engine.ingest(layer, rows(1, sum(cached), HEADS), rows(2, sum(cached), HEADS), torch.stack(slots))
+    plan = engine.begin_step(AttentionBatch(starts(counts), before + counts, table, BLOCK))
+    return layer, plan, rows(3, sum(new), HEADS * GROUP), (rows(4, sum(new), HEADS), rows(5, sum(new), HEADS))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"key_bits": 3, "value_bits": 2}, {"key_bits": 8}, {"window": 0}, {"center": False}], ids=str
+)
+@pytest.mark.parametrize("workspace", [40, 1000])
+def test_chunk_equals_the_torch_scorer(options, workspace, monkeypatch):
+    monkeypatch.setattr(prefill, "WORKSPACE_TOKENS", workspace)
+    layer, plan, query, own = make_step((90, 0, 37), (21, 18, 30), **options)
+    kernel = prefill.StagedPrefill(layer, dense)
+    want, got = (torch.full(query.shape, 9.0, device=DEVICE) for _ in range(2))
+    HybridScorer(0.1).attend(layer, plan, query, own, want)
+    HybridScorer(0.1, fused=(kernel,)).attend(layer, plan, query, own, got)
+    assert (got - want).norm() / want.norm() < 1e-2  # decoded rows are bfloat16; the interpreter truncates
+
+
+def test_groups_that_it_does_not_serve():
+    layer, plan, query, own = make_step((40,), (20,))
+    kernel = prefill.StagedPrefill(layer, dense)
+    plain = HybridScorer(0.1)._group(plan, 32, torch.tensor([0]), 64)
+    sliding = HybridScorer(0.1, window=8)._group(plan, 32, torch.tensor([0]), 64)
+    assert kernel.serves(plain, query, own, 0.0)
+    assert not kernel.serves(sliding, query, own, 0.0)
+    assert not kernel.serves(plain, query, own, 30.0)
+    assert not kernel.serves(plain, query.float(), own, 0.0)
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+def test_fold_is_merge(dim):
+    rows, heads = 5, 3
+    total, part = normal(rows, heads, dim, seed=1).to(DEVICE), normal(rows, heads, dim, seed=2).to(DEVICE)
+    lse, part_lse = normal(heads, rows, seed=3).to(DEVICE), normal(heads, rows, seed=4).to(DEVICE)
+    shift = normal(rows, heads, seed=5).to(DEVICE)
+    lse[0], part_lse[1], lse[2, 0], part_lse[2, 0] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
+    part[:, 1] = torch.nan  # never written
+    total[:, 0], total[0, 2] = 0.0, 0.0
+    want, want_lse = merge((total, lse.T), (part.nan_to_num(), part_lse.T + shift))
+    prefill.fold(total, lse, part, part_lse, shift)
+    torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.T, want_lse, rtol=1e-5, atol=1e-6)

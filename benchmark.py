@@ -2,6 +2,7 @@
 """Measure turboquant's kernels against what a vLLM user has otherwise.
 
     python benchmark.py kernels --json benchmarks/results/h200-kernels.json
+    python benchmark.py prefill --json benchmarks/results/h200-prefill.json
     python benchmark.py kernels --shapes 16x32768,1x32768 --heads 32,8,128 --presets k4v4
 
 Every contender runs in this process on the same shapes, is checked against torch before it is timed, and is timed as
@@ -25,6 +26,7 @@ from turboquant.batch import AttentionBatch
 from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan
 from turboquant.codec import KVCodec
 from turboquant.config import PRESETS, TurboQuantConfig
+from turboquant.integration.compat import dense_attention
 from turboquant.kernels import choose_kernels
 from turboquant.score import HybridScorer, QueryGroup
 
@@ -277,6 +279,112 @@ class Ours:
         return relative_error(out[:checked], want[:checked])
 
 
+def event_time(call: Attention) -> float:
+    """Microseconds of one call as launched from Python, for calls that last long: median of several."""
+    call()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A prompt chunk of `rows` tokens behind `cached` ones, of one request: our pages, and a native cache beside."""
+
+    preset: str
+    rows: int
+    cached: int
+    hq: int = 32
+    hkv: int = 8
+    d: int = 128
+
+    def measure(self) -> dict[str, Any]:
+        """Microseconds of FlashAttention-3 on a bf16 cache, of our encoder, and of our attention; relative error."""
+        layer, engine = self._engine()
+        attention = dense_attention(layer.recent.keys)
+        if attention is None:
+            raise RuntimeError("vLLM's FlashAttention is not installed")
+        kernels = choose_kernels(layer, engine.ring, attention)
+        layer.encode = kernels.encode
+        total, device = self.cached + self.rows, "cuda"
+        table = torch.randperm(engine.num_blocks, device=device).view(1, -1).int()
+        position = torch.arange(total, device=device)
+        slots = table[0].long()[position // BLOCK] * BLOCK + position % BLOCK
+        fused = torch.randn(total, self.hq + 2 * self.hkv, self.d, device=device).bfloat16()
+        query, keys, values = fused.split([self.hq, self.hkv, self.hkv], dim=1)
+        new = slice(self.cached, total)
+        if self.cached:
+            engine.begin_step(self._batch(self.cached, self.cached, table))
+            engine.ingest(layer, keys[: self.cached], values[: self.cached], slots[: self.cached])
+        plan = engine.begin_step(self._batch(self.rows, total, table))
+        encode = graph_time(lambda: engine.ingest(layer, keys[new], values[new], slots[new]))
+        query, own = query[new].contiguous(), (keys[new].contiguous(), values[new].contiguous())
+        out = torch.empty_like(query)
+        scorer = HybridScorer(self.d**-0.5, fused=kernels.fused)
+        ours = event_time(lambda: scorer.attend(layer, plan, query, own, out))
+        native = self._native(query, keys.contiguous(), values.contiguous())
+        return {**asdict(self), "fa3_bf16_us": native, "encode_us": encode, "attend_us": ours,
+                "rel_err": gate(self.preset, self._error(layer, plan, query, own, out), MAX_ERROR)}  # fmt: skip
+
+    def _engine(self) -> tuple[LayerCache, KVCaptureEngine]:
+        codec = KVCodec.build(TurboQuantConfig.from_options(self.preset), 0, self.hkv, self.d, None, "cuda")
+        blocks = -(-(self.cached + self.rows) // BLOCK)
+        engine = KVCaptureEngine(blocks, BLOCK, WINDOW, WINDOW // BLOCK + 2, "cuda")
+        return engine.add_layer("layer", codec, self.hkv, torch.bfloat16), engine
+
+    def _batch(self, rows: int, total: int, table: torch.Tensor) -> AttentionBatch:
+        return AttentionBatch(
+            torch.tensor([0, rows], device="cuda"), torch.tensor([total], device="cuda"), table, BLOCK
+        )
+
+    def _native(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> float:
+        """FlashAttention-3 on the same tokens in native pages."""
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        page, total = Native.page, self.cached + self.rows
+        cache = [x.view(total // page, page, self.hkv, self.d) for x in (keys, values)]
+        table = torch.arange(total // page, device="cuda").int().view(1, -1)
+        lens, starts = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([total], [0, self.rows]))
+        out = torch.empty_like(query)
+        return event_time(
+            lambda: flash_attn_varlen_func(
+                q=query, k=cache[0], v=cache[1], out=out, cu_seqlens_q=starts, max_seqlen_q=self.rows, seqused_k=lens,
+                max_seqlen_k=total, causal=True, softmax_scale=self.d**-0.5, block_table=table, fa_version=3,
+            )
+        )  # fmt: skip
+
+    def _error(self, layer: LayerCache, plan: StepPlan, query: torch.Tensor, own: Any, out: Any) -> float:
+        """Against the torch scorer, on the query heads of one KV head at a time: scores of a chunk are many."""
+        want = torch.zeros(out.shape, device="cuda")
+        HybridScorer(self.d**-0.5).attend(layer, plan, query, own, want)
+        return relative_error(out, want)
+
+
+def prefill(arguments: argparse.Namespace) -> None:
+    """Encoding of a step's tokens, and attention of prompt chunks."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    rows = []
+    for preset in arguments.presets.split(","):
+        for length, cached in parse_shapes(arguments.chunks):
+            row = Chunk(preset, length, cached).measure()
+            rows.append(row)
+            share = row["encode_us"] / row["fa3_bf16_us"]
+            print(f"{preset} {length} behind {cached}: encode {row['encode_us']:.1f} us ({share:.1%} of FA3), attend "
+                  f"{row['attend_us']:.0f} us ({row['fa3_bf16_us'] / row['attend_us']:.2f}x FA3 bf16 at "
+                  f"{row['fa3_bf16_us']:.0f} us), error {row['rel_err']:.1e}", flush=True)  # fmt: skip
+            torch.cuda.empty_cache()
+    if arguments.json:
+        command = " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+        report = {"device": torch.cuda.get_device_name(), "command": command, "rows": rows}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def parse_shapes(text: str) -> list[tuple[int, int]]:
     """ "16x32768,..." -> [(16, 32768), ...]; ValueError names what it cannot read."""
     try:
@@ -359,11 +467,15 @@ def main() -> None:
     part.add_argument("--no-rivals", action="store_true", help="leave FlashAttention-3 out")
     part.add_argument("--stock", action="store_true", help="measure vLLM's own TurboQuant too (slow)")
     part.add_argument("--json", type=Path)
+    part = commands.add_parser("prefill", help="encoding and prompt chunks of one layer, on a CUDA device")
+    part.add_argument("--chunks", default="64x0,2048x32768,16384x0", help="NEWxCACHED,...")
+    part.add_argument("--presets", default="k4v4,k3v2")
+    part.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("benchmark.py kernels needs a CUDA device")
+        raise SystemExit("benchmark.py needs a CUDA device")
     try:
-        {"kernels": kernels}[arguments.command](arguments)
+        {"kernels": kernels, "prefill": prefill}[arguments.command](arguments)
     except ValueError as error:
         parser.error(str(error))
 

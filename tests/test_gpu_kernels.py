@@ -216,17 +216,18 @@ CODECS = [
 
 
 @pytest.mark.parametrize("options", CODECS, ids=str)
-@pytest.mark.parametrize("d", [64, 80, 128])
-def test_encode_writes_the_twins_bytes(options, d):
+@pytest.mark.parametrize(("d", "rows"), [(64, 300), (80, 300), (128, 300), (64, 3000), (128, 3000), (256, 3000)])
+def test_encode_writes_the_twins_bytes(options, d, rows):
     if options.get("rotation") != "haar" or d == 80:
         pages = []
         for kernel in (True, False):
-            case = make_case(hkv=2, d=d, hq=2, block=16, **options)
+            case = make_case((1500, 1400), hkv=2, d=d, hq=2, block=16, **options)
             case.layer.store.pages.fill_(0xA5)
             case.engine.ring.written.zero_()
             g = torch.Generator(device="cuda").manual_seed(5)
-            keys, values = (normal(g, 300, 2, d).bfloat16() * 3 + 1 for _ in range(2))
-            slots = torch.randperm(case.engine.num_blocks * 16, generator=g, device="cuda")[:300]
+            keys, values = (normal(g, rows, 2, d).bfloat16() * 3 + 1 for _ in range(2))
+            keys[0], values[1], keys[2], values[3] = 0.0, 0.0, keys[2] * 1e25, values[3] * 1e-25
+            slots = torch.randperm(case.engine.num_blocks * 16, generator=g, device="cuda")[:rows]
             slots[::7] = -1
             if kernel:
                 case.layer.encode = choose_kernels(case.layer, case.engine.ring).encode
@@ -234,7 +235,7 @@ def test_encode_writes_the_twins_bytes(options, d):
             pages.append((case.layer.store.pages, case.layer.recent.keys, case.engine.ring.written))
         for ours, twins in zip(*pages, strict=True):
             different = int((ours != twins).sum())
-            RESULTS[f"encode {options} {d} bytes that differ of {ours.numel()}"] = different
+            RESULTS[f"encode {options} {d} {rows} bytes that differ of {ours.numel()}"] = different
             assert different == 0
 
 

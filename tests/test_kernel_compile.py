@@ -135,7 +135,7 @@ def decode_arguments(key_bits, value_bits, dim, block, group, tile, capability):
     common = {"G": group, "D": dim, "R": tile, "EXACT": True, "PDL": overlap, "ROW_TILES": 1}
     attention = {"WINDOW": 128, "SLIDING": True, "SOFTCAP": True, "VSTEP": 0.04, "PIECES": 4, "EXACT_TILES": 2}
     warps = decode.row_warps(dim)
-    rows = {"FLOAT": key_bits == 8, "ROWS": 16, "WARPS": warps, "GROUPS": 4}
+    rows = {"FLOAT": key_bits == 8, "ROWS": 16, "WARPS": warps, "GROUPS": 4, "UNROLL": 4}
     registers = decode.max_registers(tile, dim, key_bits)
     return values | common | attention | rows | decode.kernel_constants(layer), warps, registers
 

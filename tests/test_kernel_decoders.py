@@ -123,3 +123,19 @@ def test_grid_is_symmetric_and_close(bits, dim):
     assert levels.min() >= 0 and levels.max() < codebook.GRID_LEVELS and (levels.diff() > 0).all()
     assert torch.equal(levels + levels.flip(0), torch.full_like(levels, codebook.GRID_LEVELS - 1))
     assert max(abs(a - b) for a, b in zip(book.grid.centroids, book.centroids, strict=True)) < 0.02
+
+
+def test_constants_can_be_written_as_json():
+    """Engines install launch hooks that write the constants of every Triton kernel as JSON."""
+    import json
+
+    from turboquant.capture import KVCaptureEngine
+    from turboquant.codec import KVCodec
+    from turboquant.config import TurboQuantConfig
+    from turboquant.kernels import decode, encode, pages
+
+    codec = KVCodec.build(TurboQuantConfig(), 0, 2, 128)
+    layer = KVCaptureEngine(4, 16, 8, 4).add_layer("layer", codec, 2, torch.bfloat16)
+    sides = [pages.page_side(layer.store.format, name, q) for name, q in (("key", codec.key), ("value", codec.value))]
+    assert sides[0] != sides[1] and sides[1].dimension_major
+    assert json.dumps([decode.kernel_constants(layer), encode.store_constants(layer.store), *sides])

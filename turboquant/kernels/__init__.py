@@ -1,7 +1,7 @@
 """Triton kernels; the only part of the package that imports Triton.
 
-encode      a step's keys and values into pages and ring, one launch a layer
-decode      attention of few query rows, fast: NVIDIA, Lloyd-Max and fp8 (gluon_*, tiles, decoders)
+encode      a step's keys and values into pages and ring, one launch a layer (gluon_encode: many rows on NVIDIA)
+decode      attention of few query rows, fast: NVIDIA, Lloyd-Max and fp8 (gluon_decode, gluon_rows; tiles, decoders)
 prefill     attention of long chunks on top of a dense kernel, from a small workspace of decoded tokens
 history     attention over compressed tokens, portable: any codec, any number of rows
 transcode   compressed pages to plain rows (pages: how kernels read them)

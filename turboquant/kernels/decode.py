@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 
 from turboquant.capture import ExactRing, LayerCache
 from turboquant.kernels import gluon_decode, gluon_rows, tiles
 from turboquant.kernels.decoders import BF16_128, table_words
+from turboquant.kernels.matrix import SplitMatrix
 from turboquant.quantizer import FP8Quantizer, TurboQuantMSE
 from turboquant.score import Own, QueryGroup
 
@@ -70,26 +72,6 @@ def lookup_table(levels: tuple[int, ...]) -> list[int]:
     """Five words, each twice: up to four of the lookup table, and the upper bytes of bfloat16 values."""
     words = [*table_words(levels), 0, 0, 0, 0][:4]
     return [word for word in (*words, BF16_128) for _ in range(2)]
-
-
-@dataclass(frozen=True, eq=False)
-class SplitMatrix:
-    """A float32 matrix as scale * (parts[0] + parts[1]) in a 16-bit dtype, off by 2^-17 (bf16) at most.
-
-    A Hadamard matrix is +-1 times a number, so its first part is exact and the second 0.
-    """
-
-    parts: torch.Tensor
-    scale: float
-    exact: bool
-
-    @classmethod
-    def of(cls, matrix: torch.Tensor, dtype: torch.dtype) -> "SplitMatrix":
-        scale = float(matrix.abs().max())
-        unit = matrix / scale
-        high = unit.to(dtype)
-        low = (unit - high.float()).to(dtype)
-        return cls(torch.stack([high, low]).contiguous(), scale, not bool(low.any()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +168,7 @@ class FastDecode:
         gluon_rows.prepare_kernel[grid](
             query, matrix.parts, self.layer.codec.transform.center, rows, factors, offsets, tokens, query.stride(0),
             factor, matrix.scale, self.tables.key_step, heads, G=group, D=dim, FLOAT=floating, EXACT=matrix.exact,
-            PDL=self.overlap, WARPS=warps, ROWS=size, num_warps=warps,
+            PDL=self.overlap, WARPS=warps, ROWS=size, num_warps=warps, launch_pdl=self.overlap,
         )  # fmt: skip
         return rows, factors, offsets
 
@@ -227,11 +209,12 @@ class FastDecode:
         groups, room = 1, rows * self.processors // (n * row_tiles * tile * heads)
         while groups < min(rows, segments - pieces) and 2 * groups <= room:
             groups *= 2
+        unroll = min(4, triton.next_power_of_2(-(-(segments - pieces) // groups)))
         warps = row_warps(dim) if room else max(4, dim // 32)
         gluon_rows.merge_kernel[(-(-n * row_tiles * tile * groups // rows), heads)](
             partial, lse, matrix.parts, group.entries, output, n, output.stride(0), matrix.scale, heads, pieces,
             segments, G=output.shape[1] // heads, R=tile, ROW_TILES=row_tiles, D=dim, GROUPS=groups,
-            EXACT=matrix.exact, PDL=self.overlap, WARPS=warps, num_warps=warps, launch_pdl=self.overlap,
+            EXACT=matrix.exact, PDL=self.overlap, WARPS=warps, UNROLL=unroll, num_warps=warps, launch_pdl=self.overlap,
         )  # fmt: skip
 
 
@@ -247,7 +230,7 @@ def kernel_constants(layer: LayerCache) -> dict[str, Any]:
         "D": layout.head_dim, "T": tokens, "BS": layout.block_size, "KBITS": layout.key_bits,
         "VBITS": layout.value_bits, "K0": offsets["key_codes_0"], "K1": offsets.get("key_codes_1", 0),
         "V0": offsets["value_codes_0"], "V1": offsets.get("value_codes_1", 0), "KS": offsets["key_scalars"],
-        "VS": offsets["value_scalars"], "KL": tiles.PlaneTile(key_rows, tokens, run).key_layout,
-        "VL": tiles.PlaneTile(value_rows, tokens, run).value_layout, "KROWS": key_rows, "VROWS": value_rows,
+        "VS": offsets["value_scalars"],
+        "KROWS": key_rows, "VROWS": value_rows,
         "RUN": run, "PAGE": layout.page_bytes,
     }  # fmt: skip

@@ -626,8 +626,35 @@ def encode(layer: LayerCache, ring: ExactRing, keys: torch.Tensor, values: torch
     Token and head strides are free.
     """
     chosen = arguments(layer, ring, keys, values, slots)
-    if choose(chosen):
-        encode_many(chosen)
-    elif chosen["count"]:
-        grid = (triton.cdiv(chosen["count"], chosen["T"]), chosen["H"], 2)
-        _encode_kernel[grid](**chosen, enable_fp_fusion=False)
+    count, heads = chosen["count"], chosen["H"]
+    if not count:
+        return
+    many = None
+    if 2 * count * heads > SMALL_ROWS and in_scope(chosen):
+        many = many_rows_kernel(keys.device)
+    if many is not None:
+        part = {name: chosen[name] for name in many.arg_names}
+        tokens = 1024 // chosen["D"]  # a lane holds 32 coordinates
+        many[(triton.cdiv(count, tokens), heads, 2)](**part, num_warps=1, enable_fp_fusion=False)
+    else:
+        _encode_kernel[(triton.cdiv(count, chosen["T"]), heads, 2)](**chosen, enable_fp_fusion=False)
+
+
+def in_scope(chosen: dict[str, Any]) -> bool:
+    """Whether `gluon_encode` knows both sides: Lloyd-Max after Hadamard, or fp8; head sizes 64, 128 and 256."""
+    lloyd = [(MSE.value, HADAMARD.value, NORMS.index("corrected"))]
+    sides = [(side[0], side[2], side[4]) for side in (chosen["KEY"], chosen["VALUE"])]
+    known = [*lloyd, (FP8.value, IDENTITY.value, 0)]
+    return chosen["D"] in (64, 128, 256) and all(s in known for s in sides) and chosen["BS"] % 16 == 0
+
+
+@cache
+def many_rows_kernel(device: torch.device) -> Any:
+    """The kernel for many rows with layouts by hand, or None where Gluon does not reach."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    if find_spec("triton.experimental.gluon") is None:
+        return None
+    from turboquant.kernels import gluon_encode
+
+    return gluon_encode.encode_kernel

@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turboquant.codebook import GRID_CENTER
 from turboquant.kernels import decoders
+from turboquant.kernels.tiles import key_layout, value_layout
 
 K2, K3, K4, V2, V3, V4 = (
     gl.constexpr(decode(bits)) for decode in (decoders.key_decoder, decoders.value_decoder) for bits in (2, 3, 4)
@@ -274,7 +275,7 @@ def history(
     start, end, page_stride, head, heads, softcap, sliding,
     D: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr, BS: gl.constexpr, KBITS: gl.constexpr,
     VBITS: gl.constexpr, K0: gl.constexpr, K1: gl.constexpr, V0: gl.constexpr, V1: gl.constexpr, KS: gl.constexpr,
-    VS: gl.constexpr, KL: gl.constexpr, VL: gl.constexpr, KROWS: gl.constexpr, VROWS: gl.constexpr, RUN: gl.constexpr,
+    VS: gl.constexpr, KROWS: gl.constexpr, VROWS: gl.constexpr, RUN: gl.constexpr,
     WINDOW: gl.constexpr, SLIDING: gl.constexpr, SOFTCAP: gl.constexpr, VSTEP: gl.constexpr, PAGE: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
@@ -359,8 +360,8 @@ def history(
         )  # fmt: skip
         block = gl.load(BLOCKS + gl.minimum(t + STAGES, last) // TILES).to(gl.int64)
 
-        key_words = load_words(keys.index(slot), KL, 1, fine_keys.index(slot), KBITS, KROWS)
-        value_words = load_words(values.index(slot), VL, 0, fine_values.index(slot), VBITS, VROWS)
+        key_words = load_words(keys.index(slot), key_layout(KROWS, T, RUN), 1, fine_keys.index(slot), KBITS, KROWS)
+        value_words = load_words(values.index(slot), value_layout(VROWS, T), 0, fine_values.index(slot), VBITS, VROWS)
         ks = load_scales(key_scales.index(slot), T, gl.SliceLayout(1, S))
         vs = load_scales(value_scales.index(slot), T, gl.SliceLayout(1, S))
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
@@ -503,7 +504,7 @@ def decode_kernel(
     ring_stride, heads, splits, scale, softcap, sliding,
     D: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr, BS: gl.constexpr, KBITS: gl.constexpr,
     VBITS: gl.constexpr, K0: gl.constexpr, K1: gl.constexpr, V0: gl.constexpr, V1: gl.constexpr, KS: gl.constexpr,
-    VS: gl.constexpr, KL: gl.constexpr, VL: gl.constexpr, KROWS: gl.constexpr, VROWS: gl.constexpr, RUN: gl.constexpr,
+    VS: gl.constexpr, KROWS: gl.constexpr, VROWS: gl.constexpr, RUN: gl.constexpr,
     WINDOW: gl.constexpr, SLIDING: gl.constexpr, SOFTCAP: gl.constexpr, VSTEP: gl.constexpr, PAGE: gl.constexpr,
     ROW_TILES: gl.constexpr, PIECES: gl.constexpr, EXACT_TILES: gl.constexpr,
     PDL: gl.constexpr,
@@ -541,7 +542,7 @@ def decode_kernel(
             history(
                 QUERY, FACTOR, OFFSET, PAGES, TABLES, BLOCKS + request.to(gl.int64) * block_stride, present, OUT, LSE,
                 request, place, first_row, q_start, q_len, length, start, end, page_stride, head, heads, softcap,
-                sliding, D, G, R, T, BS, KBITS, VBITS, K0, K1, V0, V1, KS, VS, KL, VL, KROWS, VROWS, RUN, WINDOW,
+                sliding, D, G, R, T, BS, KBITS, VBITS, K0, K1, V0, V1, KS, VS, KROWS, VROWS, RUN, WINDOW,
                 SLIDING, SOFTCAP, VSTEP, PAGE, PDL,
             )  # fmt: skip
         else:

@@ -13,7 +13,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from turboquant.codebook import GRID_CENTER
 
 ROWS = gl.constexpr(16)
-UNROLL = gl.constexpr(4)  # segments whose rows are on their way at once
 QUERY_LEVELS = gl.constexpr(32512.0)  # 127 * 256: the high byte of a 16-bit query stays an int8
 TWICE_CENTER = gl.constexpr(int(2 * GRID_CENTER))
 
@@ -38,14 +37,15 @@ def prepare_kernel(
     QUERY [T, heads, G, 2, D], int8 high and low bytes or float16 number and rest; FACTOR float32 [T, heads, G, 2],
     factor of a score and its shift; OFFSET int32 [T, heads, G], what the grid's centre takes from the low scores.
     """
-    if PDL:
-        gdc_launch_dependents()
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
     head = gl.program_id(1)
     matrix = MATRIX + head * D * D
     operand = matrix_operand(matrix, 0, D, D, b_layout)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # after the wait: the next kernel reads pages that were written before this one
     a_row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, a_layout))
     a_dim = gl.arange(0, D, layout=gl.SliceLayout(0, a_layout))
     source = (a_row // G).to(gl.int64) * raw_stride + (head * G + a_row % G) * D
@@ -84,9 +84,12 @@ def prepare_kernel(
 @gluon.jit
 def weighted_sum(
     OUT, LSE, start, stop, first, lane, group, real, peak, dim, R: gl.constexpr, D: gl.constexpr,
-    GROUPS: gl.constexpr, layout: gl.constexpr,
+    GROUPS: gl.constexpr, UNROLL: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Sum over segments group, group + GROUPS, ... of [start, stop): weights [ROWS] and weighted rows [ROWS, D]."""
+    """Sum over segments group, group + GROUPS, ... of [start, stop): weights [ROWS] and weighted rows [ROWS, D].
+
+    UNROLL segments are on their way at once.
+    """
     mass = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
     total = gl.full([ROWS, D], 0.0, gl.float32, layout=layout)
     for segment in range(start, stop, UNROLL * GROUPS):
@@ -106,7 +109,7 @@ def weighted_sum(
 def merge_kernel(
     OUT, LSE, MATRIX, REQUESTS, OUTPUT, pairs, output_stride, matrix_scale, heads, pieces, segments,
     G: gl.constexpr, R: gl.constexpr, ROW_TILES: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr,
-    EXACT: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
+    EXACT: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr, UNROLL: gl.constexpr,
 ):  # fmt: skip
     """ROWS / GROUPS query rows of one KV head; group g of a row adds up the row's segments g, g + GROUPS, ...
 
@@ -139,10 +142,10 @@ def merge_kernel(
     peak = gl.where(peak == float("-inf"), 0.0, peak)
     group = index % GROUPS
     mass, rotated = weighted_sum(
-        OUT, LSE, pieces, segments, first, lane, group, real, peak, dim, R, D, GROUPS, read
+        OUT, LSE, pieces, segments, first, lane, group, real, peak, dim, R, D, GROUPS, UNROLL, read
     )  # fmt: skip
     exact_mass, plain = weighted_sum(
-        OUT, LSE, 0, pieces, first, lane, group, real, peak, dim, R, D, GROUPS, read
+        OUT, LSE, 0, pieces, first, lane, group, real, peak, dim, R, D, GROUPS, 1, read
     )  # fmt: skip
     high = rotated.to(gl.bfloat16)
     low = gl.convert_layout((rotated - high.to(gl.float32)).to(gl.bfloat16), a_layout)

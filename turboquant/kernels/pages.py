@@ -4,8 +4,8 @@ The loaders take tokens as `base` int64 [t] (byte address of the token's page), 
 and a mask, and never touch memory where the mask is False: there a code is 0 and a scalar 0.0.
 """
 
-from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -15,13 +15,13 @@ from turboquant.page import PageFormat
 from turboquant.quantizer import FP8Quantizer, GroupQuantizer, Quantizer, TurboQuantMSE, TurboQuantProd
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(str):
     """The keys or the values of a page; a compile-time constant of the kernels.
 
+    A string, because launch hooks of engines write the constants of a kernel as JSON.
     decoder: "table" (a scale times a table entry), "sketch" (the same, and the top bit of a code is the sign of a
     sketch) or "group" (a step and a minimum per `group` coordinates).
-    first, second: bytes before the code planes; scalars: bf16 numbers before the scalars, `count` per token.
+    first, second: bytes before the code planes; scalars: bf16 numbers before the scalars, `per_token` of them.
     """
 
     decoder: str
@@ -30,8 +30,14 @@ class Side:
     second: int
     dimension_major: bool
     scalars: int
-    count: int
+    per_token: int
     group: int
+
+    @classmethod
+    def of(cls, **facts: Any) -> "Side":
+        side = cls(" ".join(f"{name}={fact}" for name, fact in facts.items()))
+        vars(side).update(facts)
+        return side
 
     @property
     def coarse_bits(self) -> int:
@@ -46,8 +52,10 @@ def page_side(layout: PageFormat, name: str, quantizer: Quantizer) -> Side:
     decoder = {TurboQuantProd: "sketch", GroupQuantizer: "group"}.get(type(quantizer), "table")
     group = quantizer.group if isinstance(quantizer, GroupQuantizer) else layout.head_dim
     second = rest[0].offset if rest else 0
-    return Side(decoder, quantizer.bits, first.offset, second, first.dimension_major,
-                scalars.offset // 2, quantizer.num_scalars, group)  # fmt: skip
+    return Side.of(
+        decoder=decoder, bits=quantizer.bits, first=first.offset, second=second, group=group,
+        dimension_major=first.dimension_major, scalars=scalars.offset // 2, per_token=quantizer.num_scalars,
+    )  # fmt: skip
 
 
 @cache
@@ -73,11 +81,13 @@ def plane_codes(pages, base, local, coordinate, mask, OFFSET: tl.constexpr, WIDT
     """One plane's codes int32 [t, coordinates]: byte j of a row holds the coordinates j, j + n, j + 2n, ..."""
     n: tl.constexpr = D * WIDTH // 8
     byte, shift = coordinate % n, coordinate // n * WIDTH
-    if DIMENSION_MAJOR:
-        address = base[:, None] + OFFSET + byte[None, :] * BS + local[:, None]
+    if DIMENSION_MAJOR:  # neighbouring lanes load neighbouring tokens
+        address = (base + local)[None, :] + OFFSET + byte[:, None] * BS
+        codes = tl.trans(tl.load(pages + address, mask=tl.trans(mask), other=0))
     else:
-        address = base[:, None] + OFFSET + local[:, None] * n + byte[None, :]
-    return (tl.load(pages + address, mask=mask, other=0).to(tl.int32) >> shift[None, :]) & ((1 << WIDTH) - 1)
+        address = (base + local * n)[:, None] + OFFSET + byte[None, :]
+        codes = tl.load(pages + address, mask=mask, other=0)
+    return (codes.to(tl.int32) >> shift[None, :]) & ((1 << WIDTH) - 1)
 
 
 @triton.jit
@@ -95,7 +105,9 @@ def load_codes(pages, base, local, coordinate, mask, SIDE: tl.constexpr, D: tl.c
 @triton.jit
 def load_scalar(scalars, base, local, index, seen, SIDE: tl.constexpr):
     """Scalar `index` of every token, float32 [t]."""
-    return tl.load(scalars + base // 2 + SIDE.scalars + local * SIDE.count + index, mask=seen, other=0.0).to(tl.float32)
+    return tl.load(scalars + base // 2 + SIDE.scalars + local * SIDE.per_token + index, mask=seen, other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -113,10 +125,10 @@ def sketch_signs(codes, SIDE: tl.constexpr):
 @triton.jit
 def group_rows(scalars, codes, base, local, coordinate, mask, SIDE: tl.constexpr):
     """Codes [t, coordinates] times the step of their group plus its minimum, float32."""
-    group = local[:, None] * SIDE.count + coordinate[None, :] // SIDE.group
+    group = local[:, None] * SIDE.per_token + coordinate[None, :] // SIDE.group
     steps = scalars + base[:, None] // 2 + SIDE.scalars + group
     step = tl.load(steps, mask=mask, other=0.0).to(tl.float32)
-    return codes.to(tl.float32) * step + tl.load(steps + SIDE.count // 2, mask=mask, other=0.0).to(tl.float32)
+    return codes.to(tl.float32) * step + tl.load(steps + SIDE.per_token // 2, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -13,25 +13,30 @@ import triton
 import triton.language as tl
 
 from turboquant.capture import LayerCache
+from turboquant.kernels.matrix import SplitMatrix
 from turboquant.kernels.transcode import decode_rows
 from turboquant.score import Own, QueryGroup
 
 WORKSPACE_TOKENS = 16384
-ROWS = 8  # rows of a program of the fold
+ROWS = 32  # rows of a program of the fold
 # (query [Q, H_q, d], keys and values [L, H_kv, d], scale, causal) -> out [Q, H_q, d], lse float32 [H_q, Q] (natural)
 DenseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], tuple[torch.Tensor, torch.Tensor]]
 
 
 @triton.jit
-def _fold_kernel(TOTAL, TOTAL_LSE, PART, PART_LSE, SHIFT, rows, heads, D: tl.constexpr, DIMS: tl.constexpr,
-                 ROWS: tl.constexpr):  # fmt: skip
+def _fold_kernel(
+    TOTAL, TOTAL_LSE, PART, PART_LSE, SHIFT, rows, heads, SHIFTED: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
     """total := total merged with part; rows are (token, head).  SHIFT [tokens, heads] is added to the part's logits."""
     row, dim = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIMS)
     real = row < rows
     tokens = rows // heads
     place = row % heads * tokens + row // heads
     a = tl.load(TOTAL_LSE + place, mask=real, other=0.0)
-    b = tl.load(PART_LSE + place, mask=real, other=0.0) + tl.load(SHIFT + row, mask=real, other=0.0)
+    b = tl.load(PART_LSE + place, mask=real, other=0.0)
+    if SHIFTED:
+        b += tl.load(SHIFT + row, mask=real, other=0.0)
     peak = tl.maximum(a, b)
     safe = tl.where(peak == -float("inf"), 0.0, peak)
     first, second = tl.exp(a - safe), tl.exp(b - safe)
@@ -49,16 +54,16 @@ def fold(
     total_lse: torch.Tensor,
     part: torch.Tensor,
     part_lse: torch.Tensor,
-    shift: torch.Tensor,
+    shift: torch.Tensor | None = None,
 ) -> None:
     """Merge a segment into float32 total [Q, H, d], total_lse [H, Q] in place; the twin is `turboquant.score.merge`.
 
-    part [Q, H, d] of any float dtype, part_lse float32 [H, Q]; shift float32 [Q, H] is added to the part's logits.
+    part [Q, H, d] of any float dtype, part_lse float32 [H, Q]; shift float32 [Q, H], if any, is added to the part's logits.
     """
     tokens, heads, dim = total.shape
     _fold_kernel[(triton.cdiv(tokens * heads, ROWS),)](
-        total, total_lse, part.contiguous(), part_lse.contiguous(), shift, tokens * heads, heads, D=dim,
-        DIMS=triton.next_power_of_2(dim), ROWS=ROWS,
+        total, total_lse, part.contiguous(), part_lse.contiguous(), total_lse if shift is None else shift,
+        tokens * heads, heads, SHIFTED=shift is not None, D=dim, DIMS=triton.next_power_of_2(dim), ROWS=ROWS,
     )  # fmt: skip
 
 
@@ -67,11 +72,15 @@ class StagedPrefill:
 
     def __init__(self, layer: LayerCache, attention: DenseAttention):
         self.layer, self.attention = layer, attention
+        codec, dtype = layer.codec, layer.recent.keys.dtype
+        self.query_matrix = SplitMatrix.of(codec.query_matrix.mT, dtype)
+        self.output_matrix = SplitMatrix.of(codec.value.rotation.matrix.mT, dtype)
 
     def serves(self, group: QueryGroup, query: torch.Tensor, own: Own, softcap: float) -> bool:
         """Without sliding window and softcap: the dense attention would cap before the centre's shift."""
-        dtypes = {x.dtype for x in (query, *own)}
-        return group.window == 0 and softcap == 0 and dtypes in ({torch.bfloat16}, {torch.float16})
+        dtype = self.layer.recent.keys.dtype
+        half = dtype in (torch.bfloat16, torch.float16)
+        return group.window == 0 and softcap == 0 and half and all(x.dtype == dtype for x in (query, *own))
 
     def attend(
         self, group: QueryGroup, query: torch.Tensor, own: Own, output: torch.Tensor, scale: float, softcap: float
@@ -85,24 +94,26 @@ class StagedPrefill:
                 output[rows] = out
                 continue
             total, total_lse = self._history(group, row, query[rows], cached, scale)
-            fold(total, total_lse, out, lse, torch.zeros(length, query.shape[1], device=query.device))
-            output[rows] = total.to(output.dtype)
+            total = self.output_matrix.products(total.to(query.dtype)).float().mul_(self.output_matrix.scale)
+            fold(total, total_lse, out, lse)
+            output[rows] = total
 
     def _history(
         self, group: QueryGroup, row: int, query: torch.Tensor, cached: int, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over the cached tokens of a request: float32 [Q, H_q, d] in the original basis, lse [H_q, Q]."""
-        codec, heads = self.layer.codec, self.layer.store.num_kv_heads
-        grouped = query.unflatten(1, (heads, -1)).float()
-        rotated = codec.query(grouped).to(query.dtype).flatten(1, 2)
-        shift = codec.center_logit(grouped).flatten(1) * scale
+        """Attention over the cached tokens of a request: float32 [Q, H_q, d] in the values' basis, lse [H_q, Q]."""
+        heads = query.unflatten(1, (self.layer.store.num_kv_heads, -1))
+        rotated = self.query_matrix.products(heads.transpose(0, 1).flatten(1, 2))  # [H_kv, Q * G, d]
+        rotated = rotated.unflatten(1, (len(query), -1)).transpose(0, 1).flatten(1, 2)
+        shift = self.layer.codec.center_logit(heads.float()).flatten(1) * scale
         total = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         total_lse = torch.full((query.shape[1], len(query)), -torch.inf, device=query.device)
         for first in range(0, cached, WORKSPACE_TOKENS):
             last = min(cached, first + WORKSPACE_TOKENS)
             keys, values = self._decode(group, row, first, last, cached, query.dtype)
-            fold(total, total_lse, *self.attention(rotated, keys, values, scale, False), shift)
-        return codec.output(total), total_lse
+            part = self.attention(rotated, keys, values, scale * self.query_matrix.scale, False)
+            fold(total, total_lse, *part, shift)
+        return total, total_lse
 
     def _decode(
         self, group: QueryGroup, row: int, first: int, last: int, cached: int, dtype: torch.dtype

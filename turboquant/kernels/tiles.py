@@ -9,9 +9,8 @@ each row the positions that belong to c.  Row 8 a + 2 c' + b of a tile is token 
 weights which lane c gets after a transposition (tokens 2 c + b of every a) belong to neighbouring tokens.
 """
 
-from dataclasses import dataclass
-
 import torch
+import triton
 from triton.experimental.gluon import language as gl
 
 from turboquant.packing import plane_bytes, plane_widths
@@ -19,39 +18,29 @@ from turboquant.packing import plane_bytes, plane_widths
 WORD = 4  # bytes that a lane decodes at a time
 
 
-def bits_of(start: int, stop: int) -> list[int]:
+@triton.constexpr_function
+def bits_of(start, stop):
     """Powers of two in [start, stop)."""
     return [1 << k for k in range(start.bit_length() - 1, stop.bit_length() - 1)]
 
 
-@dataclass(frozen=True)
-class PlaneTile:
-    """A tile of one code plane: `rows` bytes per token.  The finest plane's rows are the rows of the decoded parts.
+@triton.constexpr_function
+def key_layout(rows, tokens, run):
+    """Layout of uint8 [tokens, rows] of a token-major plane in physical token order; `run` neighbours in a lane."""
+    quarter = tokens // 4
+    registers = [[0, bit] for bit in bits_of(1, run)] + [[bit, 0] for bit in bits_of(2, quarter)]
+    registers += [[0, bit] for bit in bits_of(4 * run, rows)]
+    lanes = [[0, run], [0, 2 * run], [1, 0], [quarter, 0], [2 * quarter, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [], [], [tokens, rows])
 
-    byte_run: neighbouring bytes of a token that one lane of a key tile holds.
-    """
 
-    rows: int
-    tokens: int
-    byte_run: int
-
-    @property
-    def key_layout(self) -> gl.DistributedLinearLayout:
-        """uint8 [tokens, rows] of a token-major plane, in physical token order."""
-        quarter = self.tokens // 4
-        registers = [[0, bit] for bit in bits_of(1, self.byte_run)]
-        registers += [[bit, 0] for bit in bits_of(2, quarter)]
-        registers += [[0, bit] for bit in bits_of(4 * self.byte_run, self.rows)]
-        lanes = [[0, self.byte_run], [0, 2 * self.byte_run], [1, 0], [quarter, 0], [2 * quarter, 0]]
-        return gl.DistributedLinearLayout(registers, lanes, [], [], [self.tokens, self.rows])
-
-    @property
-    def value_layout(self) -> gl.DistributedLinearLayout:
-        """uint8 [rows, tokens] of a dimension-major plane, in physical token order."""
-        quarter = self.tokens // 4
-        registers = [[0, bit] for bit in bits_of(1, quarter)] + [[bit, 0] for bit in bits_of(8, self.rows)]
-        lanes = [[0, quarter], [0, 2 * quarter], [1, 0], [2, 0], [4, 0]]
-        return gl.DistributedLinearLayout(registers, lanes, [], [], [self.rows, self.tokens])
+@triton.constexpr_function
+def value_layout(rows, tokens):
+    """Layout of uint8 [rows, tokens] of a dimension-major plane in physical token order."""
+    quarter = tokens // 4
+    registers = [[0, bit] for bit in bits_of(1, quarter)] + [[bit, 0] for bit in bits_of(8, rows)]
+    lanes = [[0, quarter], [0, 2 * quarter], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [], [], [rows, tokens])
 
 
 def code_rows(bits: int, dim: int) -> int:

@@ -360,7 +360,7 @@ class Chunk:
         )  # fmt: skip
 
     def _error(self, layer: LayerCache, plan: StepPlan, query: torch.Tensor, own: Any, out: Any) -> float:
-        """Against the torch scorer, on the query heads of one KV head at a time: scores of a chunk are many."""
+        """Against the torch scorer."""
         want = torch.zeros(out.shape, device="cuda")
         HybridScorer(self.d**-0.5).attend(layer, plan, query, own, want)
         return relative_error(out, want)

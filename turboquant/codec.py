@@ -77,11 +77,8 @@ class KVCodec:
 
     def encode_keys(self, keys: torch.Tensor) -> Quantized:
         """float [N, H_kv, d] -> Quantized, centred and rotated in float32."""
-        return self.key.encode(self.rotate_keys(keys))
-
-    def rotate_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        """float [N, H_kv, d] -> float32, centred and rotated: what is encoded, and what queries of `query` score."""
-        return self.key.rotation.forward((keys.float() - self.transform.center) * self.transform.gain)
+        rows = (keys.float() - self.transform.center) * self.transform.gain
+        return self.key.encode(self.key.rotation.forward(rows))
 
     def encode_values(self, values: torch.Tensor) -> Quantized:
         """float [N, H_kv, d] -> Quantized."""

@@ -171,7 +171,9 @@ class QueryGroup:
 
 
 class FusedKernel(Protocol):
-    """Attention of a whole group: history, exact tokens and own rows."""
+    """Attention of a whole group: history, exact tokens and own rows.  nbytes: bytes of its tables."""
+
+    nbytes: int
 
     def serves(self, group: QueryGroup, query: torch.Tensor, own: Own, softcap: float) -> bool:
         """Whether the group's shapes and dtypes are within what the kernel can do."""

@@ -354,7 +354,7 @@ class HookHandle(Mapping[str, LayerHook]):
         """Plain numbers: memory of real tensors, counters of every layer, skipped layers and why."""
         stores = sum(hook.cache.store.nbytes for hook in self.values())
         rings = sum(hook.cache.recent.nbytes for hook in self.values())
-        total = sum(group.nbytes for group in self.groups)
+        total = sum(group.nbytes for group in self.groups) + sum(hook.kernels.nbytes for hook in self.values())
         tokens = sum(hook.cache.store.num_blocks * hook.cache.store.block_size for hook in self.values())
         first = next(iter(self.values()))
         return {

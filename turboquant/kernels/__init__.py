@@ -33,6 +33,11 @@ class Kernels:
         """Kernels that take whole groups, the most special first."""
         return tuple(kernel for kernel in (self.decode, self.prefill) if kernel is not None)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables that the kernels keep on top of the codec's."""
+        return sum(kernel.nbytes for kernel in self.fused)
+
 
 def choose_kernels(layer: LayerCache, ring: ExactRing, attention: "DenseAttention | None" = None) -> Kernels:
     """What serves a layer on its device; decided once, at installation.

@@ -60,6 +60,12 @@ def max_registers(tile: int, dim: int, key_bits: int) -> int:
     return 128 if tile == 4 and key_bits != 8 else 168
 
 
+def is_plain(rows: torch.Tensor) -> bool:
+    """Whether rows [T, H, d] have their heads side by side and start on multiples of 16 bytes, as copies need."""
+    heads_together = rows.stride(-1) == 1 and rows.stride(-2) == rows.shape[-1]
+    return heads_together and rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
+
+
 def row_warps(dim: int) -> int:
     """Warps of a program that multiplies 16 rows with a [dim, dim] matrix, up to what columns and registers allow.
 
@@ -119,13 +125,13 @@ class FastDecode:
         self.constants = kernel_constants(layer)
         device = layer.store.pages.device
         self.overlap = torch.cuda.get_device_capability(device) >= (9, 0)  # programmatic dependent launch
+        self.nbytes = self.tables.nbytes
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def serves(self, group: QueryGroup, query: torch.Tensor, own: Own, softcap: float) -> bool:
         """See `turboquant.score.FusedKernel`."""
         dtype = self.layer.recent.keys.dtype
-        rows_are_plain = all(x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] for x in (query, *own))
-        return group.length <= MAX_QUERY and rows_are_plain and all(x.dtype == dtype for x in (query, *own))
+        return group.length <= MAX_QUERY and all(x.dtype == dtype and is_plain(x) for x in (query, *own))
 
     def attend(
         self, group: QueryGroup, query: torch.Tensor, own: Own, output: torch.Tensor, scale: float, softcap: float

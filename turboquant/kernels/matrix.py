@@ -9,7 +9,7 @@ import torch
 class SplitMatrix:
     """A float32 matrix as scale * (parts[0] + parts[1]) in a 16-bit dtype, off by 2^-17 (bf16) at most.
 
-    A Hadamard matrix is +-1 times a number, so its first part is exact and the second 0.
+    A Hadamard matrix is +-1 times a number, so one part is exact and the second is left out.
     """
 
     parts: torch.Tensor
@@ -22,7 +22,8 @@ class SplitMatrix:
         unit = matrix / scale
         high = unit.to(dtype)
         low = (unit - high.float()).to(dtype)
-        return cls(torch.stack([high, low]).contiguous(), scale, not bool(low.any()))
+        exact = not bool(low.any())
+        return cls(torch.stack([high] if exact else [high, low]), scale, exact)
 
     def products(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [..., m, k] in the parts' dtype, times the matrix [..., n, k]: [..., m, n], still to be scaled."""

@@ -58,7 +58,7 @@ def fold(
 ) -> None:
     """Merge a segment into float32 total [Q, H, d], total_lse [H, Q] in place; the twin is `turboquant.score.merge`.
 
-    part [Q, H, d] of any float dtype, part_lse float32 [H, Q]; shift float32 [Q, H], if any, is added to the part's logits.
+    part [Q, H, d] of any float dtype, part_lse float32 [H, Q]; shift float32 [Q, H] is added to its logits.
     """
     tokens, heads, dim = total.shape
     _fold_kernel[(triton.cdiv(tokens * heads, ROWS),)](
@@ -75,6 +75,7 @@ class StagedPrefill:
         codec, dtype = layer.codec, layer.recent.keys.dtype
         self.query_matrix = SplitMatrix.of(codec.query_matrix.mT, dtype)
         self.output_matrix = SplitMatrix.of(codec.value.rotation.matrix.mT, dtype)
+        self.nbytes = self.query_matrix.parts.nbytes + self.output_matrix.parts.nbytes
 
     def serves(self, group: QueryGroup, query: torch.Tensor, own: Own, softcap: float) -> bool:
         """Without sliding window and softcap: the dense attention would cap before the centre's shift."""
@@ -132,7 +133,9 @@ class StagedPrefill:
             place = torch.arange(cached - width, cached, device=position.device) - first
             inside = window.present[row] & (place >= 0) & (place < last - first)
             place = torch.where(inside, place, last - first)
-            codec, index = self.layer.codec, window.index[row]
-            keys[place] = codec.rotate_keys(self.layer.recent.keys[index]).to(dtype)
-            values[place] = codec.value.rotation.forward(self.layer.recent.values[index]).to(dtype)
+            index, codec, recent = window.index[row], self.layer.codec, self.layer.recent
+            affine = (recent.keys[index].float() - codec.transform.center) * codec.transform.gain
+            # By matrix: exact tokens need not have the encoder's bits, and butterflies are many small launches.
+            keys[place] = (affine @ codec.key.rotation.matrix.mT).to(dtype)
+            values[place] = (recent.values[index].float() @ codec.value.rotation.matrix.mT).to(dtype)
         return keys[:-1], values[:-1]

@@ -158,6 +158,16 @@ def test_decode_with_sliding_window_and_softcap(attention, options):
     check_decode(make_case(**options), **attention, name=f"{attention} {options}")
 
 
+def test_blocks_behind_the_sliding_window_may_hold_anything():
+    case = make_case((700, 290), window=16)
+    table, sliding = case.plan.batch.block_table, 100
+    want = check_decode(case, sliding=sliding, name="before the poison")
+    for row, length in enumerate((700, 290)):
+        behind = (length + 1 - sliding) // 32  # logical blocks of which no token is seen
+        case.layer.store.pages[table[row, :behind].long()] = 255
+    assert torch.equal(check_decode(case, sliding=sliding, name="poison behind the window"), want)
+
+
 def test_graph_replay_with_other_lengths():
     """A captured decode follows lengths that change in place, down to padding."""
     case = make_case((700, 33, 12, 1, 260), window=0)

@@ -253,19 +253,22 @@ def exceeds(x, m, T: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def mask_edge(x, vs, token, length, PRESENT, before, WINDOW: gl.constexpr, SLIDING: gl.constexpr):
+def mask_edge(x, vs, token, length, PRESENT, rows, sliding, WINDOW: gl.constexpr, SLIDING: gl.constexpr):
     """Scores and value scales of tokens that are not to be read here: past the end, held exactly, out of the window.
 
-    before [R]: the last token in front of a row's sliding window.  Scales of such tokens may be anything, even NaN.
+    rows [R]: number of each query row in its request.  Scales of such tokens may be anything, even NaN: blocks behind
+    a sliding window belong to others by now.
     """
     seen = token < length
+    if SLIDING:
+        seen = seen & (token > length - sliding)
     if WINDOW > 0:
         recent = token - (length - WINDOW)
         inside = seen & (recent >= 0)
         seen = seen & (gl.load(PRESENT + recent, mask=inside, other=0) == 0)
     x = gl.where(seen[:, None], x, float("-inf"))
     if SLIDING:
-        x = gl.where(token[:, None] > before[None, :], x, float("-inf"))
+        x = gl.where(token[:, None] > (length + rows)[None, :] - sliding, x, float("-inf"))
     return x, gl.where(seen, vs, 0.0)
 
 
@@ -376,7 +379,7 @@ def history(
         if SLIDING:
             edge = edge | (t * T <= length + q_len - 1 - sliding)
         if edge:
-            x, vs = mask_edge(x, vs, t * T + tau, length, PRESENT, length + row // G - sliding, WINDOW, SLIDING)
+            x, vs = mask_edge(x, vs, t * T + tau, length, PRESENT, row // G, sliding, WINDOW, SLIDING)
         if exceeds(x, m, T, R):
             new = gl.maximum(m, gl.max(x, 0))
             rescale = gl.exp2(m - new)

@@ -41,7 +41,6 @@ ROTATIONS = {"identity": IDENTITY, "hadamard": HADAMARD, "haar": HAAR}
 _CONSTANTS: WeakKeyDictionary[CompressedBlockStore, tuple[tuple[int, ...], tuple[int, ...]]] = WeakKeyDictionary()
 SMALL_ROWS = 4096  # rows (of all heads and sides) that a current GPU runs at once with a warp for each
 LANES = 32
-GLUON_REGISTERS = 128  # a thread of the kernel with explicit layouts: 16 of its programs run on a multiprocessor
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------
@@ -617,7 +616,7 @@ def encode_many(chosen: dict[str, Any]) -> None:
 
     grid = (triton.cdiv(chosen["count"] * chosen["D"], 1024), chosen["H"], 2)
     own = {name: chosen[name] for name in encode_kernel.arg_names}
-    encode_kernel[grid](**own, num_warps=1, maxnreg=GLUON_REGISTERS, enable_fp_fusion=False)
+    encode_kernel[grid](**own, num_warps=1, enable_fp_fusion=False)
 
 
 def encode(layer: LayerCache, ring: ExactRing, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -626,35 +625,9 @@ def encode(layer: LayerCache, ring: ExactRing, keys: torch.Tensor, values: torch
     Token and head strides are free.
     """
     chosen = arguments(layer, ring, keys, values, slots)
-    count, heads = chosen["count"], chosen["H"]
-    if not count:
+    if not chosen["count"]:
         return
-    many = None
-    if 2 * count * heads > SMALL_ROWS and in_scope(chosen):
-        many = many_rows_kernel(keys.device)
-    if many is not None:
-        part = {name: chosen[name] for name in many.arg_names}
-        tokens = 1024 // chosen["D"]  # a lane holds 32 coordinates
-        many[(triton.cdiv(count, tokens), heads, 2)](**part, num_warps=1, enable_fp_fusion=False)
+    if choose(chosen):
+        encode_many(chosen)
     else:
-        _encode_kernel[(triton.cdiv(count, chosen["T"]), heads, 2)](**chosen, enable_fp_fusion=False)
-
-
-def in_scope(chosen: dict[str, Any]) -> bool:
-    """Whether `gluon_encode` knows both sides: Lloyd-Max after Hadamard, or fp8; head sizes 64, 128 and 256."""
-    lloyd = [(MSE.value, HADAMARD.value, NORMS.index("corrected"))]
-    sides = [(side[0], side[2], side[4]) for side in (chosen["KEY"], chosen["VALUE"])]
-    known = [*lloyd, (FP8.value, IDENTITY.value, 0)]
-    return chosen["D"] in (64, 128, 256) and all(s in known for s in sides) and chosen["BS"] % 16 == 0
-
-
-@cache
-def many_rows_kernel(device: torch.device) -> Any:
-    """The kernel for many rows with layouts by hand, or None where Gluon does not reach."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
-        return None
-    if find_spec("triton.experimental.gluon") is None:
-        return None
-    from turboquant.kernels import gluon_encode
-
-    return gluon_encode.encode_kernel
+        _encode_kernel[(triton.cdiv(chosen["count"], chosen["T"]), chosen["H"], 2)](**chosen, enable_fp_fusion=False)

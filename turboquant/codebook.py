@@ -71,17 +71,11 @@ class Codebook:
         half = np.array(self.centroids[len(self.centroids) // 2 :])
         steps = half[-1] / np.arange(GRID_LEVELS / 4, GRID_LEVELS / 2, _GRID_RESOLUTION)
         counts = np.floor(half / steps[:, None])  # half-integer multiples of the step: symmetric without a zero
-        errors = (self._half_mass * (half - (counts + 0.5) * steps[:, None]) ** 2).sum(1)
+        errors = (_cells(half, self.dim).mass * (half - (counts + 0.5) * steps[:, None]) ** 2).sum(1)
         best = int(errors.argmin())
         above = GRID_LEVELS // 2 + counts[best].astype(int)
         levels = (*(GRID_LEVELS - 1 - above[::-1]).tolist(), *above.tolist())
         return Grid(levels, float(steps[best]))
-
-    @property
-    def _half_mass(self) -> Array:
-        """Probabilities of the positive cells, in the Gaussian limit."""
-        edges = np.array([*self.thresholds[len(self.thresholds) // 2 :], math.inf])
-        return np.diff([NormalDist().cdf(edge) for edge in edges])
 
     @property
     def thresholds(self) -> tuple[float, ...]:

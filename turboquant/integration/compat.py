@@ -167,7 +167,6 @@ def attention_parameters(layer: Any) -> AttentionParameters:
     return AttentionParameters(float(layer.impl.scale), layer.sliding_window or 0, float(softcap))
 
 
-# ---- step metadata ---------------------------------------------------------------------------------------------
 def dense_attention(like: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
     """vLLM's FlashAttention for keys like `like` as `turboquant.kernels.prefill.DenseAttention`, None without.
 
@@ -187,18 +186,18 @@ def dense_attention(like: torch.Tensor) -> Callable[..., tuple[torch.Tensor, tor
     def attention(
         query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = [
-            torch.arange(2, dtype=torch.int32, device=query.device) * len(rows) for rows in (query, keys)
-        ]  # made on the device: nothing waits for a copy
+        ends = torch.arange(2, dtype=torch.int32, device=query.device)  # on the device: nothing waits for a copy
         out, lse, *_ = flash_attn_varlen_func(
-            q=query, k=keys, v=values, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], max_seqlen_q=len(query),
-            max_seqlen_k=len(keys), softmax_scale=scale, causal=causal, return_softmax_lse=True, fa_version=version,
+            q=query, k=keys, v=values, cu_seqlens_q=ends * len(query), cu_seqlens_k=ends * len(keys),
+            max_seqlen_q=len(query), max_seqlen_k=len(keys), softmax_scale=scale, causal=causal,
+            return_softmax_lse=True, fa_version=version,
         )  # fmt: skip
         return out, lse
 
     return attention
 
 
+# ---- step metadata ---------------------------------------------------------------------------------------------
 def current_metadata(layer_name: str) -> Any:
     """The layer's metadata of the step being run, or None in profiling runs."""
     from vllm.forward_context import get_forward_context

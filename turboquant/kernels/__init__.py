@@ -8,8 +8,11 @@ transcode   compressed pages to plain rows (pages: how kernels read them)
 """
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+import torch
 
 from turboquant.capture import EncodeKernel, ExactRing, LayerCache
 from turboquant.score import FusedKernel, HistoryKernel
@@ -62,10 +65,22 @@ def choose_kernels(layer: LayerCache, ring: ExactRing, attention: "DenseAttentio
     )
 
 
+@cache
+def gluon_objection(device: torch.device) -> str | None:
+    """Why kernels with layouts by hand cannot run on a device, or None."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs an NVIDIA GPU of compute capability 8.0"
+    if find_spec("triton.experimental.gluon") is None:
+        return "this Triton has no Gluon"
+    import triton
+
+    return "Triton's interpreter has no Gluon" if triton.knobs.runtime.interpret else None
+
+
 def choose_decode(layer: LayerCache, ring: ExactRing) -> tuple[FusedKernel | None, str | None]:
     """The fast decode, or why not."""
-    if find_spec("triton.experimental.gluon") is None:
-        return None, "this Triton has no Gluon"
+    if reason := gluon_objection(layer.store.pages.device):
+        return None, reason
     from turboquant.kernels import decode
 
     if reason := decode.unsupported(layer):

@@ -29,11 +29,9 @@ REGISTERS_PER_SM = 65536
 
 
 def unsupported(layer: LayerCache) -> str | None:
-    """Why the fast decode cannot serve a layer, or None."""
+    """Why the fast decode cannot serve a layer on a device that `gluon_objection` accepts, or None."""
     codec, device = layer.codec, layer.store.pages.device
     dim, size = codec.key.dim, layer.store.block_size
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs an NVIDIA GPU of compute capability 8.0"
     if not isinstance(codec.value, TurboQuantMSE) or not isinstance(codec.key, TurboQuantMSE | FP8Quantizer):
         return "it serves Lloyd-Max values, and Lloyd-Max or fp8 keys"
     if isinstance(codec.key, FP8Quantizer) and torch.cuda.get_device_capability(device) < (8, 9):
@@ -142,8 +140,9 @@ class FastDecode:
         """
         n, heads, dim = len(group.rows), self.layer.store.num_kv_heads, query.shape[2]
         factor = scale / softcap if softcap else scale * LOG2E
-        tile = query_tile(query.shape[1] // heads * group.length, dim)
-        row_tiles = -(-query.shape[1] // heads * group.length // tile)
+        rows = query.shape[1] // heads * group.length
+        tile = query_tile(rows, dim)
+        row_tiles = -(-rows // tile)
         registers = max_registers(tile, dim, self.layer.codec.key.bits)
         slots = self.processors * (REGISTERS_PER_SM // (32 * registers))
         splits = max(1, min(MAX_SPLITS, slots // (n * heads * row_tiles)))  # programs that fill the device once

@@ -9,7 +9,9 @@ grid (`turboquant.codebook.Grid`), 0 to 127: an int8 operand as it is, and below
 Every assembly op is elementwise: element j of an output is made of element j of the inputs alone.
 """
 
-from turboquant.kernels.tiles import part_shifts
+from collections.abc import Callable
+
+from turboquant.kernels.tiles import word_shifts
 
 TABLE_WORDS = {2: 1, 3: 2, 4: 4}
 BF16_128 = 0x43434343
@@ -58,28 +60,30 @@ def _operands(outputs: int, bits: int) -> tuple[list[str], list[str], str]:
 REGISTERS = ".reg .b32 x, y, xh, yh, a, b, c, d;"
 
 
+def _decoder(bits: int, outputs: int, emit: Callable[[int, str], str]) -> tuple[str, str]:
+    """(assembly, constraints) of `outputs` registers a shift.
+
+    emit: from the number of a shift's first output and the name of BF16_128, what is made of levels in a and b.
+    """
+    shifts = word_shifts(bits)
+    words, (*tables, high), constraints = _operands(outputs * len(shifts), bits)
+    body = (_selectors(bits, s, words) + _lookup(bits, tables) + emit(outputs * s, high) for s in shifts)
+    return "{" + REGISTERS + "".join(body) + "}", constraints
+
+
 def key_decoder(bits: int) -> tuple[str, str]:
-    """(assembly, constraints): words and constants -> int8 levels, one output per part of `part_shifts`."""
-    shifts = [shift for shift, half in part_shifts(bits) if half == 0]
-    words, (*tables, _), constraints = _operands(2 * len(shifts), bits)
-    body = ""
-    for i, shift in enumerate(shifts):
-        body += _selectors(bits, shift, words) + _lookup(bits, tables)
-        body += f"mov.b32 ${2 * i}, a; mov.b32 ${2 * i + 1}, b;"
-    return "{" + REGISTERS + body + "}", constraints
+    """(assembly, constraints): words and constants -> int8 levels, for each shift low and high half of the word."""
+    return _decoder(bits, 2, lambda first, _: f"mov.b32 ${first}, a; mov.b32 ${first + 1}, b;")
 
 
 def value_decoder(bits: int) -> tuple[str, str]:
     """(assembly, constraints): words and constants -> bfloat16 128 + level, for each shift low and high nibble."""
-    shifts = [shift for shift, half in part_shifts(bits) if half == 0]
-    words, (*tables, high), constraints = _operands(4 * len(shifts), bits)
-    body = ""
-    for i, shift in enumerate(shifts):
-        body += _selectors(bits, shift, words) + _lookup(bits, tables)
-        for nibble, selector in enumerate(("0x4240", "0x4341")):
-            first = 4 * i + 2 * nibble
-            body += f"prmt.b32 ${first}, a, {high}, {selector}; prmt.b32 ${first + 1}, b, {high}, {selector};"
-    return "{" + REGISTERS + body + "}", constraints
+
+    def emit(first: int, high: str) -> str:
+        picks = [(register, selector) for selector in ("0x4240", "0x4341") for register in "ab"]
+        return "".join(f"prmt.b32 ${first + i}, {r}, {high}, {pick};" for i, (r, pick) in enumerate(picks))
+
+    return _decoder(bits, 4, emit)
 
 
 FP8_DECODER = (

@@ -8,8 +8,6 @@ A tile is float32 [tokens, P] with P the head size padded to a power of two.  Ro
 lanes and its upper coordinate bits in registers: there a tree sum folds most of a row without a shuffle.
 """
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +16,7 @@ import triton
 import triton.language as tl
 
 from turboquant.capture import ExactRing, LayerCache
+from turboquant.kernels import gluon_objection
 from turboquant.page import PageFormat
 from turboquant.quantizer import (
     NORMS,
@@ -590,14 +589,6 @@ def has_layout(side: tuple[int, ...], key: bool) -> bool:
     return key and kind == FP8.value and rotation == IDENTITY.value
 
 
-@cache
-def runs_gluon(device: torch.device) -> bool:
-    """Whether kernels with explicit layouts compile for a device."""
-    if device.type != "cuda" or torch.version.hip is not None or triton.knobs.runtime.interpret:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0) and find_spec("triton.experimental.gluon") is not None
-
-
 def choose(chosen: dict[str, Any]) -> bool:
     """Whether `gluon_encode` takes these `arguments`: many rows, and sides and sizes that it has code for."""
     return (
@@ -606,7 +597,7 @@ def choose(chosen: dict[str, Any]) -> bool:
         and chosen["BS"] % 16 == 0
         and has_layout(chosen["KEY"], True)
         and has_layout(chosen["VALUE"], False)
-        and runs_gluon(chosen["keys"].device)
+        and gluon_objection(chosen["keys"].device) is None
     )
 
 

@@ -274,7 +274,7 @@ def mask_edge(x, vs, token, length, PRESENT, rows, sliding, WINDOW: gl.constexpr
 
 @gluon.jit
 def history(
-    QUERY, FACTOR, OFFSET, PAGES, TABLES, BLOCKS, PRESENT, OUT, LSE, request, place, first_row, q_start, q_len, length,
+    QUERY, FACTOR, OFFSET, PAGES, TABLES, BLOCKS, PRESENT, OUT, LSE, place, first_row, q_start, q_len, length,
     start, end, page_stride, head, heads, softcap, sliding,
     D: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr, BS: gl.constexpr, KBITS: gl.constexpr,
     VBITS: gl.constexpr, K0: gl.constexpr, K1: gl.constexpr, V0: gl.constexpr, V1: gl.constexpr, KS: gl.constexpr,
@@ -544,7 +544,7 @@ def decode_kernel(
         if (start < end) & (first_row < q_len * G):
             history(
                 QUERY, FACTOR, OFFSET, PAGES, TABLES, BLOCKS + request.to(gl.int64) * block_stride, present, OUT, LSE,
-                request, place, first_row, q_start, q_len, length, start, end, page_stride, head, heads, softcap,
+                place, first_row, q_start, q_len, length, start, end, page_stride, head, heads, softcap,
                 sliding, D, G, R, T, BS, KBITS, VBITS, K0, K1, V0, V1, KS, VS, KROWS, VROWS, RUN, WINDOW,
                 SLIDING, SOFTCAP, VSTEP, PAGE, PDL,
             )  # fmt: skip

@@ -14,13 +14,13 @@ saturating multiply-add in place of a comparison and a selection.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from turboquant.quantizer import SCAN_RADIUS
+from turboquant.kernels import encode
+from turboquant.kernels.encode import FP8_MAX, MSE, RADIUS
 
-MSE, FP8 = gl.constexpr(0), gl.constexpr(2)  # as in `turboquant.kernels.encode`
-HADAMARD = gl.constexpr(1)
-CORRECTED = gl.constexpr(0)
-RADIUS = gl.constexpr(SCAN_RADIUS)
-FP8_MAX = gl.constexpr(448.0)
+# The same functions, compiled for Gluon: as Gluon does with Triton's standard library.
+to_bits, from_bits, bfloat16_bits, float8 = (
+    gluon.jit(function.fn) for function in (encode._to_bits, encode._from_bits, encode._bfloat16, encode._float8)
+)
 STEEP = gl.constexpr(2.0**40)  # numbers that differ, and are no smaller than 2^-16, differ by 1 at least times this
 LARGE = gl.constexpr(2.0**20)
 SMALL_BITS = gl.constexpr(2 * ((127 - 100) << 23))  # 2^-100 as float32, its bits doubled
@@ -33,37 +33,6 @@ SELECT = gl.constexpr("{ .reg .pred above; setp.gt.f32 above, $1, $2; selp.f32 $
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------
-@gluon.jit
-def to_bits(x):
-    """The bits of float32 as int32."""
-    return x.to(gl.int32, bitcast=True)
-
-
-@gluon.jit
-def from_bits(x):
-    """Inverse of `to_bits`."""
-    return x.to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def bfloat16_bits(x):
-    """float32 -> the bits of bfloat16 in int32, to nearest even."""
-    bits = to_bits(x)
-    bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-    return gl.where(x == x, bits, 0x7FC0)
-
-
-@gluon.jit
-def float8(x):
-    """float32 within +-448 -> the byte of float8_e4m3fn in int32, to nearest even."""
-    bits = to_bits(x)
-    size = bits & 0x7FFFFFFF
-    small = to_bits(from_bits(size) + 16384.0) - 0x46800000
-    normal = (size - (120 << 23) + 0x7FFFF + ((size >> 20) & 1)) >> 20
-    code = gl.where(size < (121 << 23), small, normal)
-    return gl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)
-
-
 @gluon.jit
 def constant(like, value):
     """A float32 number beside every element of `like`."""

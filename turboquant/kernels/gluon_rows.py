@@ -1,8 +1,8 @@
 """Device code around the fast decode: queries into the keys' basis before, merged rows out of the values' basis after.
 
 Both are products of 16 rows with a small matrix, and are short: what counts is that loads do not wait for one another,
-and that little goes through shared memory.  Matrices come as pairs of 16-bit matrices [2, n, k], row n holding the k
-factors of output n (`turboquant.kernels.decode.SplitMatrix`), and go straight into the tensor cores' registers.
+and that little goes through shared memory.  Matrices come as one or two 16-bit parts [.., n, k], row n holding the
+k factors of output n (`turboquant.kernels.matrix.SplitMatrix`), and go straight into the tensor cores' registers.
 """
 
 from triton.experimental import gluon
@@ -18,10 +18,10 @@ TWICE_CENTER = gl.constexpr(int(2 * GRID_CENTER))
 
 
 @gluon.jit
-def matrix_operand(matrix, first, D: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
-    """Rows [first, first + N) of a matrix [.., D] as the second operand [D, N]."""
+def matrix_operand(matrix, D: gl.constexpr, layout: gl.constexpr):
+    """A matrix [n, k] of size D as the second operand [k, n]."""
     k = gl.arange(0, D, layout=gl.SliceLayout(1, layout))
-    n = first + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+    n = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     return gl.load(matrix + n[None, :] * D + k[:, None])
 
 
@@ -42,7 +42,7 @@ def prepare_kernel(
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
     head = gl.program_id(1)
     matrix = MATRIX + head * D * D
-    operand = matrix_operand(matrix, 0, D, D, b_layout)
+    operand = matrix_operand(matrix, D, b_layout)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # after the wait: the next kernel reads pages that were written before this one
@@ -52,7 +52,7 @@ def prepare_kernel(
     x = gl.load(RAW + source[:, None] + a_dim[None, :], mask=(a_row < tokens * G)[:, None], other=0.0)
     y = mma_v2(x, operand, gl.full([ROWS, D], 0.0, gl.float32, layout=mma))
     if not EXACT:
-        y = mma_v2(x, matrix_operand(matrix + heads * D * D, 0, D, D, b_layout), y)
+        y = mma_v2(x, matrix_operand(matrix + heads * D * D, D, b_layout), y)
     y = y * matrix_scale
     center = gl.load(CENTER + head * D + a_dim)
     shift = gl.convert_layout(gl.sum(x.to(gl.float32) * center[None, :], 1), gl.SliceLayout(1, mma)) * scale
@@ -121,7 +121,7 @@ def merge_kernel(
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
     read: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [WARPS, 1], [1, 0])  # a warp reads whole rows
     head = gl.program_id(1)
-    operand = matrix_operand(MATRIX, 0, D, D, b_layout)
+    operand = matrix_operand(MATRIX, D, b_layout)
     index = gl.arange(0, ROWS, layout=gl.SliceLayout(1, read))
     row = gl.program_id(0) * (ROWS // GROUPS) + index // GROUPS
     real = row < pairs * ROW_TILES * R
@@ -153,7 +153,7 @@ def merge_kernel(
     result = mma_v2(low, operand, gl.full([ROWS, D], 0.0, gl.float32, layout=mma))
     result = mma_v2(high, operand, result)
     if not EXACT:
-        result = mma_v2(high, matrix_operand(MATRIX + D * D, 0, D, D, b_layout), result)
+        result = mma_v2(high, matrix_operand(MATRIX + D * D, D, b_layout), result)
     result = result * matrix_scale + gl.convert_layout(plain, mma)
     total = gl.convert_layout(mass + exact_mass, gl.SliceLayout(1, mma))
     total = gl.sum(total.reshape([ROWS // GROUPS, GROUPS]), 1)

@@ -81,13 +81,11 @@ def plane_codes(pages, base, local, coordinate, mask, OFFSET: tl.constexpr, WIDT
     """One plane's codes int32 [t, coordinates]: byte j of a row holds the coordinates j, j + n, j + 2n, ..."""
     n: tl.constexpr = D * WIDTH // 8
     byte, shift = coordinate % n, coordinate // n * WIDTH
-    if DIMENSION_MAJOR:  # neighbouring lanes load neighbouring tokens
-        address = (base + local)[None, :] + OFFSET + byte[:, None] * BS
-        codes = tl.trans(tl.load(pages + address, mask=tl.trans(mask), other=0))
+    if DIMENSION_MAJOR:
+        address = base[:, None] + OFFSET + byte[None, :] * BS + local[:, None]
     else:
-        address = (base + local * n)[:, None] + OFFSET + byte[None, :]
-        codes = tl.load(pages + address, mask=mask, other=0)
-    return (codes.to(tl.int32) >> shift[None, :]) & ((1 << WIDTH) - 1)
+        address = base[:, None] + OFFSET + local[:, None] * n + byte[None, :]
+    return (tl.load(pages + address, mask=mask, other=0).to(tl.int32) >> shift[None, :]) & ((1 << WIDTH) - 1)
 
 
 @triton.jit

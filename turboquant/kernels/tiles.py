@@ -58,26 +58,28 @@ def key_order(bits: int, dim: int) -> torch.Tensor:
     A part holds the codes that one output register gets from a word: of the low or of the high half of the four bytes,
     both nibbles of each byte (4 and 2 bits: of one shift of the word).
     """
+    if bits == 8:
+        return torch.arange(dim)
     rows, parts = code_rows(bits, dim), []
     byte = torch.arange(rows)
-    for shift, half in part_shifts(bits):
-        source = byte // WORD * WORD + half * 2 + byte % WORD // 2
-        parts.append(_coordinate(bits, dim, source, byte % 2, shift))
-    return torch.cat(parts) if bits != 8 else torch.arange(dim)
+    for shift in word_shifts(bits):
+        for half in (0, 1):
+            source = byte // WORD * WORD + half * 2 + byte % WORD // 2
+            parts.append(_coordinate(bits, dim, source, byte % 2, shift))
+    return torch.cat(parts)
 
 
 def value_order(bits: int, dim: int) -> torch.Tensor:
     """Coordinate of each row of a decoded value tile: int64 [dim], part after part."""
     rows = code_rows(bits, dim)
     byte = torch.arange(rows)
-    shifts = [shift for shift, half in part_shifts(bits) if half == 0]
+    shifts = word_shifts(bits)
     return torch.cat([_coordinate(bits, dim, byte, nibble, shift) for shift in shifts for nibble in (0, 1)])
 
 
-def part_shifts(bits: int) -> list[tuple[int, int]]:
-    """(shift of the word, half of the word) of every key part, in the order in which the decoders give them."""
-    shifts = {4: [0], 2: [0, 1], 3: [0, 1, 2, 3], 8: [0]}[bits]
-    return [(shift, half) for shift in shifts for half in (0, 1)]
+def word_shifts(bits: int) -> range:
+    """Shifts of a word, in codes of the finest plane, in the order in which the decoders take them."""
+    return range({4: 1, 2: 2, 3: 4}[bits])
 
 
 def _coordinate(bits: int, dim: int, byte: torch.Tensor, nibble: torch.Tensor | int, shift: int) -> torch.Tensor:

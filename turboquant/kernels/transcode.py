@@ -13,7 +13,6 @@ from turboquant.rotation import batch_invariant_matmul
 from turboquant.store import CompressedBlockStore
 
 Rows = tuple[torch.Tensor, torch.Tensor]
-PART_TOKENS = 32  # tokens of a program that decodes whole bytes
 
 
 @triton.jit
@@ -63,50 +62,6 @@ def _decode_kernel(
     tl.store(out + address, rows.to(out.dtype.element_ty), mask=(token < count)[:, None] & (coordinate < D)[None, :])
 
 
-@triton.jit
-def _load_bytes(pages, base, local, byte, seen, OFFSET: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr,
-                BS: tl.constexpr):  # fmt: skip
-    """Bytes of a plane of ROWS bytes per token: uint8 [T, len(byte)]."""
-    if SIDE.dimension_major:  # neighbouring lanes load neighbouring tokens
-        address = (base + local + OFFSET)[None, :] + byte[:, None] * BS
-        found = tl.trans(tl.load(pages + address, mask=seen[None, :], other=0))
-    else:
-        found = tl.load(pages + (base + OFFSET + local * ROWS)[:, None] + byte[None, :], mask=seen[:, None], other=0)
-    return found
-
-
-@triton.jit
-def _decode_parts_kernel(
-    slots, pages, scalars, table, out, count, page_stride, head_stride, out_stride, out_head_stride,
-    SIDE: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """`_decode_kernel` of table codes in their own basis: a byte is loaded once for all codes that it holds."""
-    WIDTH: tl.constexpr = 1 if SIDE.bits == 3 else SIDE.bits
-    n: tl.constexpr = D * WIDTH // 8
-    head, token, byte = tl.program_id(1), tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, n)
-    slot = tl.load(slots + token, mask=token < count, other=-1).to(tl.int64)
-    seen = slot >= 0
-    base, local = slot // BS * page_stride + head * head_stride, slot % BS
-    scale = load_scalar(scalars, base, local, 0, seen, SIDE)
-    if SIDE.bits == 3:
-        fine = _load_bytes(pages, base, local, byte, seen, SIDE.second, n, SIDE, BS).to(tl.int32)
-        even = _load_bytes(pages, base, local, byte, seen, SIDE.first, 2 * n, SIDE, BS).to(tl.int32)
-        odd = _load_bytes(pages, base, local, byte + n, seen, SIDE.first, 2 * n, SIDE, BS).to(tl.int32)
-    else:
-        fine = _load_bytes(pages, base, local, byte, seen, SIDE.first, n, SIDE, BS).to(tl.int32)
-    target = out + (token.to(tl.int64) * out_stride + head * out_head_stride)[:, None] + byte[None, :]
-    for part in tl.static_range(8 // WIDTH):
-        codes = (fine >> (part * WIDTH)) & ((1 << WIDTH) - 1)
-        if SIDE.bits == 3:
-            if part % 2 == 0:
-                codes = codes << 2 | ((even >> part) & 3)
-            else:
-                codes = codes << 2 | ((odd >> (part - 1)) & 3)
-        rows = tl.load(table + codes) * scale[:, None]
-        rows = tl.where(seen[:, None], rows, 0.0)
-        tl.store(target + part * n, rows.to(out.dtype.element_ty), mask=(token < count)[:, None])
-
-
 def decode_rows(
     store: CompressedBlockStore, slots: torch.Tensor, dtype: torch.dtype, *, rotated: bool, out: Rows | None = None
 ) -> Rows:
@@ -134,21 +89,14 @@ def _decode_side(
 ) -> None:
     """Decode the side `name` ("key" or "value") of slots int64 [N] into out [N, H_kv, d]."""
     pages, transform, rotation = store.pages, store.codec.transform, quantizer.rotation
-    side, dims = page_side(store.format, name, quantizer), triton.next_power_of_2(quantizer.dim)
-    if rotated and side.decoder == "table" and dims == quantizer.dim:
-        _decode_parts_kernel[(triton.cdiv(len(slots), PART_TOKENS), store.num_kv_heads)](
-            slots, pages, pages.view(torch.bfloat16), code_table(quantizer, pages.device), out, len(slots),
-            pages.stride(0), pages.stride(1), out.stride(0), out.stride(1), SIDE=side, D=dims, BS=store.block_size,
-            T=PART_TOKENS,
-        )  # fmt: skip
-        return
     rotate = not rotated and rotation.kind != "identity"
+    dims = triton.next_power_of_2(quantizer.dim)
     sketched = isinstance(quantizer, TurboQuantProd)
     tokens = 32 if dims * (1 + sketched) <= 256 else 16  # so many rows stay in registers
     _decode_kernel[(triton.cdiv(len(slots), tokens), store.num_kv_heads)](
         slots, pages, pages.view(torch.bfloat16), code_table(quantizer, pages.device), rotation.matrix,
         _sketch_matrix(quantizer, rotate), transform.gain, transform.center, out, len(slots), pages.stride(0),
-        pages.stride(1), out.stride(0), out.stride(1), SIDE=side, D=quantizer.dim,
+        pages.stride(1), out.stride(0), out.stride(1), SIDE=page_side(store.format, name, quantizer), D=quantizer.dim,
         BS=store.block_size, ROTATE=rotate, AFFINE=name == "key" and not rotated, DIMS=dims, CHUNK=16, T=tokens,
         num_stages=1,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from turboquant.config import TurboQuantConfig
 from turboquant.kernels import prefill
 from turboquant.score import HybridScorer, merge
 
-HEADS, GROUP, DIM, BLOCK = 2, 3, 64, 16
+HEADS, GROUP, BLOCK = 2, 3, 16
 
 
 def dense(query, keys, values, scale, causal):
@@ -28,12 +28,12 @@ def dense(query, keys, values, scale, causal):
     return out.flatten(1, 2).to(query.dtype), scores.logsumexp(-1)
 
 
-def make_step(cached, new, *, window=20, center=True, **options):
+def make_step(cached, new, *, window=20, center=True, dim=64, **options):
     """Requests with `cached` tokens in pages and ring, and `new` rows of their own."""
     transform = None
     if center:
-        transform = KeyTransform(normal(HEADS, DIM, seed=8) * 2, normal(HEADS, DIM, seed=9).abs() + 0.5)
-    codec = KVCodec.build(TurboQuantConfig(**options), 0, HEADS, DIM, transform, DEVICE)
+        transform = KeyTransform(normal(HEADS, dim, seed=8) * 2, normal(HEADS, dim, seed=9).abs() + 0.5)
+    codec = KVCodec.build(TurboQuantConfig(**options), 0, HEADS, dim, transform, DEVICE)
     per = (max(cached) + max(new)) // BLOCK + 1
     engine = KVCaptureEngine(len(cached) * per, BLOCK, window, len(cached) * 4, DEVICE)
     layer = engine.add_layer("layer", codec, HEADS, torch.bfloat16)
@@ -43,7 +43,7 @@ def make_step(cached, new, *, window=20, center=True, **options):
     slots = [table[i, p // BLOCK] * BLOCK + p % BLOCK for i, n in enumerate(cached) for p in range(n)]
 
     def rows(seed, count, heads):
-        return (normal(count, heads, DIM, seed=seed) + 1).to(DEVICE, torch.bfloat16)
+        return (normal(count, heads, dim, seed=seed) + 1).to(DEVICE, torch.bfloat16)
 
     def starts(lens):
         return torch.cat([lens.new_zeros(1), lens.cumsum(0)])
@@ -55,7 +55,20 @@ def make_step(cached, new, *, window=20, center=True, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"key_bits": 3, "value_bits": 2}, {"key_bits": 8}, {"window": 0}, {"center": False}], ids=str
+    "options",
+    [
+        {},
+        {"key_bits": 3, "value_bits": 2},
+        {"key_bits": 8},
+        {"window": 0},
+        {"center": False},
+        {"rotation": "haar"},
+        {"key_quantizer": "prod"},
+        {"value_quantizer": "group", "dim": 128},
+        {"dim": 80},
+        {"dim": 256, "rotation": "haar"},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("workspace", [40, 1000])
 def test_chunk_equals_the_torch_scorer(options, workspace, monkeypatch):
@@ -63,8 +76,9 @@ def test_chunk_equals_the_torch_scorer(options, workspace, monkeypatch):
     layer, plan, query, own = make_step((90, 0, 37), (21, 18, 30), **options)
     kernel = prefill.StagedPrefill(layer, dense)
     want, got = (torch.full(query.shape, 9.0, device=DEVICE) for _ in range(2))
-    HybridScorer(0.1).attend(layer, plan, query, own, want)
-    HybridScorer(0.1, fused=(kernel,)).attend(layer, plan, query, own, got)
+    scale = 6.4 / query.shape[2]
+    HybridScorer(scale).attend(layer, plan, query, own, want)
+    HybridScorer(scale, fused=(kernel,)).attend(layer, plan, query, own, got)
     assert (got - want).norm() / want.norm() < 1e-2  # decoded rows are bfloat16; the interpreter truncates
 
 
@@ -82,13 +96,11 @@ def test_groups_that_it_does_not_serve():
 @pytest.mark.parametrize("dim", [64, 80])
 def test_fold_is_merge(dim):
     rows, heads = 5, 3
-    total, part = normal(rows, heads, dim, seed=1).to(DEVICE), normal(rows, heads, dim, seed=2).to(DEVICE)
-    lse, part_lse = normal(heads, rows, seed=3).to(DEVICE), normal(heads, rows, seed=4).to(DEVICE)
-    shift = normal(rows, heads, seed=5).to(DEVICE)
-    lse[0], part_lse[1], lse[2, 0], part_lse[2, 0] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
-    part[:, 1] = torch.nan  # never written
-    total[:, 0], total[0, 2] = 0.0, 0.0
-    want, want_lse = merge((total, lse.T), (part.nan_to_num(), part_lse.T + shift))
-    prefill.fold(total, lse, part, part_lse, shift)
-    torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(lse.T, want_lse, rtol=1e-5, atol=1e-6)
+    a, b = normal(rows, heads, dim, seed=1).to(DEVICE), normal(rows, heads, dim, seed=2).to(DEVICE)
+    a_lse, b_lse = normal(heads, rows, seed=3).to(DEVICE), normal(heads, rows, seed=4).to(DEVICE)
+    a_lse[0], b_lse[1], a_lse[2, 0], b_lse[2, 0] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
+    a[:, 0], b[:, 1], a[0, 2] = torch.nan, torch.nan, torch.nan  # never written
+    want, want_lse = merge((a.nan_to_num(), a_lse.T), (b.nan_to_num(), b_lse.T))
+    got, got_lse = prefill.fold((a, a_lse), (b, b_lse))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got_lse.T, want_lse, rtol=1e-5, atol=1e-6)

@@ -186,9 +186,11 @@ def dense_attention(like: torch.Tensor) -> Callable[..., tuple[torch.Tensor, tor
     def attention(
         query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ends = torch.arange(2, dtype=torch.int32, device=query.device)  # on the device: nothing waits for a copy
+        starts = [  # made on the device: nothing waits for a copy
+            torch.arange(0, len(rows) + 1, len(rows), dtype=torch.int32, device=rows.device) for rows in (query, keys)
+        ]
         out, lse, *_ = flash_attn_varlen_func(
-            q=query, k=keys, v=values, cu_seqlens_q=ends * len(query), cu_seqlens_k=ends * len(keys),
+            q=query, k=keys, v=values, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
             max_seqlen_q=len(query), max_seqlen_k=len(keys), softmax_scale=scale, causal=causal,
             return_softmax_lse=True, fa_version=version,
         )  # fmt: skip

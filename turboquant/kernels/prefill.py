@@ -4,6 +4,7 @@ Many query rows share every cached token, so tokens are decoded once per piece i
 the dense kernel (FlashAttention where the engine has it) runs at its full speed.  The workspace holds
 `WORKSPACE_TOKENS` tokens, whatever the context.  Exact tokens of the ring replace their decoded selves, so that the
 history is one segment in the codec's bases; the chunk's own rows are attended causally in the original one.
+A chunk is a dozen launches: what surrounds the dense kernel is fused, for the time of Python between them counts too.
 """
 
 from collections.abc import Callable
@@ -14,57 +15,142 @@ import triton.language as tl
 
 from turboquant.capture import LayerCache
 from turboquant.kernels.matrix import SplitMatrix
-from turboquant.kernels.transcode import decode_rows
-from turboquant.score import Own, QueryGroup
+from turboquant.kernels.transcode import Rows, decode_span
+from turboquant.score import Own, Partial, QueryGroup
 
 WORKSPACE_TOKENS = 16384
-ROWS = 32  # rows of a program of the fold
-# (query [Q, H_q, d], keys and values [L, H_kv, d], scale, causal) -> out [Q, H_q, d], lse float32 [H_q, Q] (natural)
-DenseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], tuple[torch.Tensor, torch.Tensor]]
+ROWS = 32  # query rows of a program: with CHUNK coordinates at a time, all head sizes stay in registers
+CHUNK = 32
+# (query [Q, H_q, d], keys and values [L, H_kv, d], scale, causal) -> out [Q, H_q, d], lse float32 [H_q, Q] (natural);
+# both contiguous
+DenseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], Partial]
 
 
 @triton.jit
-def _fold_kernel(
-    TOTAL, TOTAL_LSE, PART, PART_LSE, SHIFT, rows, heads, SHIFTED: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
-    ROWS: tl.constexpr,
+def _weights(matrix, n, k, D: tl.constexpr):
+    """The factors k of the outputs n of a matrix [n, k] of size D: float32 [k, n], in tf32 exactly if it is 16-bit."""
+    mask = (k < D)[:, None] & (n < D)[None, :]
+    return tl.load(matrix + n[None, :] * D + k[:, None], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rotate_kernel(
+    QUERY, MATRIX, OUT, tokens, stride, heads, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """total := total merged with part; rows are (token, head).  SHIFT [tokens, heads] is added to the part's logits."""
-    row, dim = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIMS)
-    real = row < rows
-    tokens = rows // heads
-    place = row % heads * tokens + row // heads
-    a = tl.load(TOTAL_LSE + place, mask=real, other=0.0)
-    b = tl.load(PART_LSE + place, mask=real, other=0.0)
-    if SHIFTED:
-        b += tl.load(SHIFT + row, mask=real, other=0.0)
+    """Rows (token, query head) of one KV head times its matrix: QUERY, OUT [tokens, heads * G, D]."""
+    head, n = tl.program_id(1), tl.arange(0, DIMS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row < tokens * G
+    token, place = (row // G).to(tl.int64), (head * G + row % G) * D
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    for first in range(0, D, CHUNK):
+        k = first + tl.arange(0, CHUNK)
+        mask = real[:, None] & (k < D)[None, :]
+        x = tl.load(QUERY + (token * stride + place)[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
+        for part in tl.static_range(PARTS):
+            acc = tl.dot(x, _weights(MATRIX + (part * heads + head) * D * D, n, k, D), acc)
+    target = OUT + (token * heads * G * D + place)[:, None] + n[None, :]
+    tl.store(target, acc.to(OUT.dtype.element_ty), mask=real[:, None] & (n < D)[None, :])
+
+
+@triton.jit
+def _exact_kernel(
+    RING, INDEX, PRESENT, MATRIX, CENTER, GAIN, OUT, first, count, cached, ring_stride, AFFINE: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Exact tokens of the ring, rotated, over their decoded selves: OUT [count, heads, D] holds tokens from `first`."""
+    head, n = tl.program_id(1), tl.arange(0, DIMS)
+    column = tl.program_id(0) * T + tl.arange(0, T)
+    place = cached - W + column - first
+    found = tl.load(PRESENT + column, mask=column < W, other=0) != 0
+    found = found & (place >= 0) & (place < count)
+    entry = tl.load(INDEX + column, mask=found, other=0).to(tl.int64)
+    acc = tl.zeros([T, DIMS], tl.float32)
+    for start in range(0, D, CHUNK):
+        k = start + tl.arange(0, CHUNK)
+        mask = found[:, None] & (k < D)[None, :]
+        x = tl.load(RING + (entry * ring_stride + head * D)[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
+        if AFFINE:
+            x -= tl.load(CENTER + head * D + k, mask=k < D, other=0.0)[None, :]
+            x *= tl.load(GAIN + head * D + k, mask=k < D, other=0.0)[None, :]
+        acc += tl.dot(x, _weights(MATRIX, n, k, D), input_precision="ieee")
+    target = OUT + (place.to(tl.int64) * tl.num_programs(1) + head)[:, None] * D + n[None, :]
+    tl.store(target, acc.to(OUT.dtype.element_ty), mask=found[:, None] & (n < D)[None, :])
+
+
+@triton.jit
+def _lse(LSE, row, tokens, heads):
+    """[heads, tokens] at rows (token, head)."""
+    return tl.load(LSE + row % heads * tokens + row // heads, mask=row < tokens * heads, other=-float("inf"))
+
+
+@triton.jit
+def _shares(a, b):
+    """Shares of two segments in their merge, and its lse, from theirs."""
     peak = tl.maximum(a, b)
     safe = tl.where(peak == -float("inf"), 0.0, peak)
     first, second = tl.exp(a - safe), tl.exp(b - safe)
-    scale = 1.0 / tl.maximum(first + second, 1e-30)
+    total = tl.maximum(first + second, 1e-30)  # 1 at least, unless both are empty
+    return first / total, second / total, peak + tl.log(total)
+
+
+@triton.jit
+def _fold_kernel(A, A_LSE, B, B_LSE, OUT, OUT_LSE, tokens, heads, D: tl.constexpr, DIMS: tl.constexpr,
+                 ROWS: tl.constexpr):  # fmt: skip
+    """OUT float32 := A merged with B; rows are (token, head)."""
+    row, dim = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIMS)
+    real = row < tokens * heads
+    first, second, lse = _shares(_lse(A_LSE, row, tokens, heads), _lse(B_LSE, row, tokens, heads))
     line = row.to(tl.int64)[:, None] * D + dim[None, :]
     mask = real[:, None] & (dim < D)[None, :]
-    total = tl.load(TOTAL + line, mask=mask, other=0.0) * (first * scale)[:, None]
-    part = tl.load(PART + line, mask=mask & (second > 0)[:, None], other=0.0).to(tl.float32)
-    tl.store(TOTAL + line, total + part * (second * scale)[:, None], mask=mask)
-    tl.store(TOTAL_LSE + place, safe + tl.log(first + second), mask=real)
+    out = tl.load(A + line, mask=mask & (first > 0)[:, None], other=0.0).to(tl.float32) * first[:, None]
+    out += tl.load(B + line, mask=mask & (second > 0)[:, None], other=0.0).to(tl.float32) * second[:, None]
+    tl.store(OUT + line, out, mask=mask)
+    tl.store(OUT_LSE + row % heads * tokens + row // heads, lse, mask=real)
 
 
-def fold(
-    total: torch.Tensor,
-    total_lse: torch.Tensor,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
-    shift: torch.Tensor | None = None,
-) -> None:
-    """Merge a segment into float32 total [Q, H, d], total_lse [H, Q] in place; the twin is `turboquant.score.merge`.
+@triton.jit
+def _finish_kernel(
+    HISTORY, HISTORY_LSE, OWN, OWN_LSE, QUERY, CENTER, MATRIX, OUTPUT, tokens, query_stride, output_stride, heads,
+    scale, matrix_scale, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """OUTPUT := the history, rotated back and its logits shifted by the centre's, merged with the own chunk."""
+    row, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIMS)
+    real = row < tokens * heads
+    token, head = (row // heads).to(tl.int64), row % heads
+    line = row.to(tl.int64) * D
+    a, b = _lse(HISTORY_LSE, row, tokens, heads), _lse(OWN_LSE, row, tokens, heads)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    for first in range(0, D, CHUNK):
+        k = first + tl.arange(0, CHUNK)
+        mask = real[:, None] & (k < D)[None, :]
+        x = tl.load(QUERY + (token * query_stride + head * D)[:, None] + k[None, :], mask=mask, other=0.0)
+        center = tl.load(CENTER + (head // G * D)[:, None] + k[None, :], mask=mask, other=0.0)
+        a += tl.sum(x.to(tl.float32) * center, 1) * scale
+        history = tl.load(HISTORY + line[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
+        for part in tl.static_range(PARTS):
+            acc = tl.dot(history, _weights(MATRIX + part * D * D, n, k, D), acc)
+    first, second, _ = _shares(a, b)
+    mask = real[:, None] & (n < D)[None, :]
+    own = tl.load(OWN + line[:, None] + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    out = acc * (first * matrix_scale)[:, None] + own * second[:, None]
+    target = OUTPUT + (token * output_stride + head * D)[:, None] + n[None, :]
+    tl.store(target, out.to(OUTPUT.dtype.element_ty), mask=mask)
 
-    part [Q, H, d] of any float dtype, part_lse float32 [H, Q]; shift float32 [Q, H] is added to its logits.
+
+def fold(a: Partial, b: Partial) -> Partial:
+    """Merge two segments: out [Q, H, d] of any float dtype, lse float32 [H, Q] -> the same, out in float32.
+
+    The twin is `turboquant.score.merge`.
     """
-    tokens, heads, dim = total.shape
+    tokens, heads, dim = a[0].shape
+    out, lse = torch.empty_like(a[0], dtype=torch.float32), torch.empty_like(a[1])
     _fold_kernel[(triton.cdiv(tokens * heads, ROWS),)](
-        total, total_lse, part.contiguous(), part_lse.contiguous(), total_lse if shift is None else shift,
-        tokens * heads, heads, SHIFTED=shift is not None, D=dim, DIMS=triton.next_power_of_2(dim), ROWS=ROWS,
-    )  # fmt: skip
+        *a, *b, out, lse, tokens, heads, D=dim, DIMS=triton.next_power_of_2(dim), ROWS=ROWS
+    )
+    return out, lse
 
 
 class StagedPrefill:
@@ -76,12 +162,15 @@ class StagedPrefill:
         self.query_matrix = SplitMatrix.of(codec.query_matrix.mT, dtype)
         self.output_matrix = SplitMatrix.of(codec.value.rotation.matrix.mT, dtype)
         self.nbytes = self.query_matrix.parts.nbytes + self.output_matrix.parts.nbytes
+        dims = triton.next_power_of_2(layer.store.format.head_dim)
+        self.sizes = {"D": layer.store.format.head_dim, "DIMS": dims}
 
     def serves(self, group: QueryGroup, query: torch.Tensor, own: Own, softcap: float) -> bool:
         """Without sliding window and softcap: the dense attention would cap before the centre's shift."""
         dtype = self.layer.recent.keys.dtype
         half = dtype in (torch.bfloat16, torch.float16)
-        return group.window == 0 and softcap == 0 and half and all(x.dtype == dtype for x in (query, *own))
+        same = all(x.dtype == dtype and x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] for x in (query, *own))
+        return group.window == 0 and softcap == 0 and half and same
 
     def attend(
         self, group: QueryGroup, query: torch.Tensor, own: Own, output: torch.Tensor, scale: float, softcap: float
@@ -90,52 +179,59 @@ class StagedPrefill:
         for row in group.host_rows:
             start, length, cached = group.plan.batch.host_lens[row]
             rows = slice(start, start + length)
-            out, lse = self.attention(query[rows], own[0][rows], own[1][rows], scale, True)
-            if not cached:
-                output[rows] = out
-                continue
-            total, total_lse = self._history(group, row, query[rows], cached, scale)
-            total = self.output_matrix.products(total.to(query.dtype)).float().mul_(self.output_matrix.scale)
-            fold(total, total_lse, out, lse)
-            output[rows] = total
+            chunk = self.attention(query[rows], own[0][rows], own[1][rows], scale, True)
+            if cached:
+                history = self._history(group, row, query[rows], cached, scale)
+                self._finish(history, chunk, query[rows], scale, output[rows])
+            else:
+                output[rows] = chunk[0]
 
-    def _history(
-        self, group: QueryGroup, row: int, query: torch.Tensor, cached: int, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over the cached tokens of a request: float32 [Q, H_q, d] in the values' basis, lse [H_q, Q]."""
-        heads = query.unflatten(1, (self.layer.store.num_kv_heads, -1))
-        rotated = self.query_matrix.products(heads.transpose(0, 1).flatten(1, 2))  # [H_kv, Q * G, d]
-        rotated = rotated.unflatten(1, (len(query), -1)).transpose(0, 1).flatten(1, 2)
-        shift = self.layer.codec.center_logit(heads.float()).flatten(1) * scale
-        total = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        total_lse = torch.full((query.shape[1], len(query)), -torch.inf, device=query.device)
+    def _history(self, group: QueryGroup, row: int, query: torch.Tensor, cached: int, scale: float) -> Partial:
+        """Attention over the cached tokens of a request in the codec's bases, without the centre's logit."""
+        rotated, total = self._rotate(query), None
         for first in range(0, cached, WORKSPACE_TOKENS):
             last = min(cached, first + WORKSPACE_TOKENS)
             keys, values = self._decode(group, row, first, last, cached, query.dtype)
             part = self.attention(rotated, keys, values, scale * self.query_matrix.scale, False)
-            fold(total, total_lse, *part, shift)
-        return total, total_lse
+            total = part if total is None else fold(total, part)
+        assert total is not None, "there is a piece for every cached > 0"
+        return total
 
-    def _decode(
-        self, group: QueryGroup, row: int, first: int, last: int, cached: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotate(self, query: torch.Tensor) -> torch.Tensor:
+        """query [Q, H_q, d] -> the same in the keys' basis, still to be scaled by the matrix's scale."""
+        tokens, query_heads, _ = query.shape
+        heads, matrix = self.layer.store.num_kv_heads, self.query_matrix
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        _rotate_kernel[(triton.cdiv(tokens * query_heads // heads, ROWS), heads)](
+            query, matrix.parts, out, tokens, query.stride(0), heads, G=query_heads // heads, CHUNK=CHUNK,
+            PARTS=len(matrix.parts), ROWS=ROWS, num_stages=2, **self.sizes,
+        )  # fmt: skip
+        return out
+
+    def _decode(self, group: QueryGroup, row: int, first: int, last: int, cached: int, dtype: torch.dtype) -> Rows:
         """Tokens [first, last) of a request in the codec's bases, exact ones where the ring has them."""
-        store, batch, window = self.layer.store, group.plan.batch, group.plan.window
-        position = torch.arange(first, last, device=store.pages.device)
-        block = batch.block_table[row, position // store.block_size].long()
-        # One row more, for what lies outside.
-        shape = (last - first + 1, store.num_kv_heads, store.format.head_dim)
-        keys, values = (torch.empty(shape, dtype=dtype, device=position.device) for _ in range(2))
-        slots = block * store.block_size + position % store.block_size
-        decode_rows(store, slots, dtype, rotated=True, out=(keys[:-1], values[:-1]))
+        window, codec, ring = group.plan.window, self.layer.codec, self.layer.recent
+        rows = decode_span(self.layer.store, group.plan.batch.block_table[row].contiguous(), first, last, dtype)
         width = window.present.shape[1]
-        if cached - width < last and width:
-            place = torch.arange(cached - width, cached, device=position.device) - first
-            inside = window.present[row] & (place >= 0) & (place < last - first)
-            place = torch.where(inside, place, last - first)
-            index, codec, recent = window.index[row], self.layer.codec, self.layer.recent
-            affine = (recent.keys[index].float() - codec.transform.center) * codec.transform.gain
-            # By matrix: exact tokens need not have the encoder's bits, and butterflies are many small launches.
-            keys[place] = (affine @ codec.key.rotation.matrix.mT).to(dtype)
-            values[place] = (recent.values[index].float() @ codec.value.rotation.matrix.mT).to(dtype)
-        return keys[:-1], values[:-1]
+        if not width or cached - width >= last:
+            return rows
+        sides = ((rows[0], ring.keys, codec.key.rotation), (rows[1], ring.values, codec.value.rotation))
+        for out, exact, rotation in sides:
+            _exact_kernel[(triton.cdiv(width, 16), self.layer.store.num_kv_heads)](
+                exact, window.index[row], window.present[row].view(torch.uint8), rotation.matrix,
+                codec.transform.center, codec.transform.gain, out, first, last - first, cached, exact.stride(0),
+                AFFINE=out is rows[0], W=width, CHUNK=16, T=16, **self.sizes,
+            )  # fmt: skip
+        return rows
+
+    def _finish(
+        self, history: Partial, chunk: Partial, query: torch.Tensor, scale: float, output: torch.Tensor
+    ) -> None:
+        """Merge history (in the values' basis) and own chunk into output [Q, H_q, d]."""
+        tokens, query_heads, _ = query.shape
+        heads, matrix = self.layer.store.num_kv_heads, self.output_matrix
+        _finish_kernel[(triton.cdiv(tokens * query_heads, ROWS),)](
+            *history, *chunk, query, self.layer.codec.transform.center, matrix.parts, output, tokens,
+            query.stride(0), output.stride(0), query_heads, scale, matrix.scale, G=query_heads // heads, CHUNK=CHUNK,
+            PARTS=len(matrix.parts), ROWS=ROWS, num_stages=2, **self.sizes,
+        )  # fmt: skip

@@ -39,14 +39,19 @@ def _mapped(pages, scalars, table, matrix, base, local, seen, SIDE: tl.constexpr
 
 @triton.jit
 def _decode_kernel(
-    slots, pages, scalars, table, rotation, sketch, gain, center, out, count, page_stride, head_stride, out_stride,
-    out_head_stride, SIDE: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, ROTATE: tl.constexpr,
-    AFFINE: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr,
+    places, pages, scalars, table, rotation, sketch, gain, center, out, first, count, page_stride, head_stride,
+    out_stride, out_head_stride, SPAN: tl.constexpr, SIDE: tl.constexpr, D: tl.constexpr, BS: tl.constexpr,
+    ROTATE: tl.constexpr, AFFINE: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
+    """places: slots of single tokens; for a SPAN of tokens from `first` on, the blocks of their request."""
     head, token, coordinate = tl.program_id(1), tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, DIMS)
-    slot = tl.load(slots + token, mask=token < count, other=-1).to(tl.int64)
-    seen = slot >= 0
-    base, local = slot // BS * page_stride + head * head_stride, slot % BS
+    if SPAN:
+        seen, local = token < count, (first + token) % BS
+        block = tl.load(places + (first + token) // BS, mask=seen, other=0).to(tl.int64)
+    else:
+        slot = tl.load(places + token, mask=token < count, other=-1).to(tl.int64)
+        seen, block, local = slot >= 0, slot // BS, slot % BS
+    base = block * page_stride + head * head_stride
     if ROTATE:
         rows = _mapped(pages, scalars, table, rotation, base, local, seen, SIDE, False, D, BS, DIMS, CHUNK, T)
     else:
@@ -70,35 +75,55 @@ def decode_rows(
     rotated: leave both in the codec's bases (`KVCodec.query`, `KVCodec.output`); else rotate and shift them back.
     out: where to write, two tensors of that shape and dtype whose rows are contiguous.
     """
+    out = _rows(store, len(slots), dtype, slots.device) if out is None else out
     shape = (len(slots), store.num_kv_heads, store.format.head_dim)
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=slots.device), torch.empty(shape, dtype=dtype, device=slots.device)
-    keys, values = out
-    for rows in (keys, values):
+    for rows in out:
         if rows.shape != shape or rows.dtype != dtype or rows.stride(-1) != 1:
             raise ValueError(f"out must be {dtype} {shape} with contiguous rows; got {rows.dtype} {tuple(rows.shape)}")
     if len(slots):
-        slots = slots.contiguous()
-        _decode_side(store, "key", store.codec.key, slots, keys, rotated)
-        _decode_side(store, "value", store.codec.value, slots, values, rotated)
-    return keys, values
+        _decode_sides(store, slots.contiguous(), None, out, rotated)
+    return out
+
+
+def decode_span(store: CompressedBlockStore, blocks: torch.Tensor, first: int, last: int, dtype: torch.dtype) -> Rows:
+    """Decode the tokens [first, last) of a request, in the codec's bases.
+
+    blocks: its block table, contiguous integers -> keys and values `dtype` [last - first, H_kv, d].
+    """
+    out = _rows(store, last - first, dtype, blocks.device)
+    _decode_sides(store, blocks, first, out, rotated=True)
+    return out
+
+
+def _rows(store: CompressedBlockStore, count: int, dtype: torch.dtype, device: torch.device) -> Rows:
+    shape = (count, store.num_kv_heads, store.format.head_dim)
+    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+
+
+def _decode_sides(
+    store: CompressedBlockStore, places: torch.Tensor, first: int | None, out: Rows, rotated: bool
+) -> None:
+    """places: slots, or with the first token of a span the blocks of its request."""
+    _decode_side(store, "key", store.codec.key, places, first, out[0], rotated)
+    _decode_side(store, "value", store.codec.value, places, first, out[1], rotated)
 
 
 def _decode_side(
-    store: CompressedBlockStore, name: str, quantizer: Quantizer, slots: torch.Tensor, out: torch.Tensor, rotated: bool
-) -> None:
-    """Decode the side `name` ("key" or "value") of slots int64 [N] into out [N, H_kv, d]."""
+    store: CompressedBlockStore, name: str, quantizer: Quantizer, places: torch.Tensor, first: int | None,
+    out: torch.Tensor, rotated: bool,
+) -> None:  # fmt: skip
+    """Decode the side `name` ("key" or "value") into out [N, H_kv, d]."""
     pages, transform, rotation = store.pages, store.codec.transform, quantizer.rotation
     rotate = not rotated and rotation.kind != "identity"
     dims = triton.next_power_of_2(quantizer.dim)
     sketched = isinstance(quantizer, TurboQuantProd)
     tokens = 32 if dims * (1 + sketched) <= 256 else 16  # so many rows stay in registers
-    _decode_kernel[(triton.cdiv(len(slots), tokens), store.num_kv_heads)](
-        slots, pages, pages.view(torch.bfloat16), code_table(quantizer, pages.device), rotation.matrix,
-        _sketch_matrix(quantizer, rotate), transform.gain, transform.center, out, len(slots), pages.stride(0),
-        pages.stride(1), out.stride(0), out.stride(1), SIDE=page_side(store.format, name, quantizer), D=quantizer.dim,
-        BS=store.block_size, ROTATE=rotate, AFFINE=name == "key" and not rotated, DIMS=dims, CHUNK=16, T=tokens,
-        num_stages=1,
+    _decode_kernel[(triton.cdiv(len(out), tokens), store.num_kv_heads)](
+        places, pages, pages.view(torch.bfloat16), code_table(quantizer, pages.device), rotation.matrix,
+        _sketch_matrix(quantizer, rotate), transform.gain, transform.center, out, first or 0, len(out),
+        pages.stride(0), pages.stride(1), out.stride(0), out.stride(1), SPAN=first is not None,
+        SIDE=page_side(store.format, name, quantizer), D=quantizer.dim, BS=store.block_size, ROTATE=rotate,
+        AFFINE=name == "key" and not rotated, DIMS=dims, CHUNK=16, T=tokens, num_stages=1,
     )  # fmt: skip
 
 

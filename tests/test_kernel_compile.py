@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+GLUON = find_spec("triton.experimental.gluon") is not None
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8"}
 CONFIGS = {
@@ -27,7 +29,7 @@ CONFIGS = {
 CASES = [("k4v4", 64), *((config, 16384) for config in CONFIGS)]  # a decode step, and long prompts
 
 # Bytes of registers set aside, with sliding window and softcap on; a decode without them keeps everything.
-MAX_STACK = {"prepare": 0, "decode": 64, "merge": 0}
+MAX_STACK = {"prepare": 0, "decode": 64, "merge": 16}
 ONE_REGISTER = 8  # ptxas aims at 128 registers a thread, and may set one aside outside the loop (k8v4 on sm_90)
 
 
@@ -85,15 +87,20 @@ def compile_encode(capability, config, tokens, dim=128, heads=8):
     layer = engine.add_layer("layer", codec, heads, torch.bfloat16)
     rows = torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
     values = encode.arguments(layer, engine.ring, rows, rows, torch.empty(tokens, dtype=torch.int64))
-    options = {"num_warps": values.pop("num_warps"), "enable_fp_fusion": False}
-    compiled = compile_for(encode._encode_kernel, values, capability, encode.UNSPECIALISED, **options)
-    ptx = compiled.asm["ptx"]
-    return {
-        **resources(compiled),
-        "ftz": ".ftz" in ptx,
-        "contracted": "fma.rn.f32" in ptx,
-        "warps": options["num_warps"],
-    }
+    warps, found = values.pop("num_warps"), {}
+    kernels = [(encode._encode_kernel, warps, encode.UNSPECIALISED)]
+    if tokens > 64 and GLUON and encode.has_layout(values["KEY"], True) and encode.has_layout(values["VALUE"], False):
+        from turboquant.kernels import gluon_encode
+
+        kernels.append((gluon_encode.encode_kernel, 1, ("count",)))
+    for kernel, num_warps, unspecialised in kernels:
+        own = values if kernel is encode._encode_kernel else {name: values[name] for name in kernel.arg_names}
+        compiled = compile_for(kernel, own, capability, unspecialised, num_warps=num_warps, enable_fp_fusion=False)
+        ptx = compiled.asm["ptx"]
+        found[kernel.__name__] = {
+            **resources(compiled), "ftz": ".ftz" in ptx, "contracted": "fma.rn.f32" in ptx
+        }  # fmt: skip
+    return found
 
 
 # key bits, value bits, head size, page size, query heads per KV head and query rows of a tile
@@ -135,7 +142,8 @@ def decode_arguments(key_bits, value_bits, dim, block, group, tile, capability):
     common = {"G": group, "D": dim, "R": tile, "EXACT": True, "PDL": overlap, "ROW_TILES": 1}
     attention = {"WINDOW": 128, "SLIDING": True, "SOFTCAP": True, "VSTEP": 0.04, "PIECES": 4, "EXACT_TILES": 2}
     warps = decode.row_warps(dim)
-    rows = {"FLOAT": key_bits == 8, "ROWS": 16, "WARPS": warps, "GROUPS": 4, "UNROLL": 4}
+    rows = {"FLOAT": key_bits == 8, "ROWS": 16, "WARPS": warps, "GROUPS": 4, "LSE_STEPS": 2}
+    rows["UNROLL"] = decode.rows_in_flight(dim, warps)
     registers = decode.max_registers(tile, dim, key_bits)
     return values | common | attention | rows | decode.kernel_constants(layer), warps, registers
 
@@ -175,9 +183,13 @@ needs_tools = pytest.mark.skipif(not (TOOLS / "cuobjdump").exists(), reason="thi
 def test_encode(capability):
     found = in_a_process("encode", capability)
     assert found.keys() == {f"{config} {tokens}" for config, tokens in CASES}
-    for usage in found.values():
-        assert usage["STACK"] <= ONE_REGISTER and usage["LOCAL"] == 0
-        assert not usage["ftz"] and not usage["contracted"]
+    for case, kernels in found.items():
+        many = case in ("k4v4 16384", "k3v2 16384", "k8v4 16384") and GLUON
+        assert kernels.keys() == {"_encode_kernel", *(["encode_kernel"] if many else [])}
+        for usage in kernels.values():
+            assert usage["STACK"] <= ONE_REGISTER and usage["LOCAL"] == 0, (case, usage)
+            assert not usage["ftz"], case
+        assert not kernels["_encode_kernel"]["contracted"]
 
 
 @needs_tools

@@ -22,7 +22,7 @@ from turboquant.score import Own, QueryGroup
 LOG2E = 1 / math.log(2)
 ROW_CHOICES = (4, 8, 16)
 MAX_QUERY = 16  # query rows of a request that still count as decode
-MAX_SPLITS = 192
+MAX_SPLITS = 176  # 11 rounds of the 16 groups of the merge, all in flight at once
 EXACT_TOKENS = 16  # tokens of a tile of the exact segment
 LONG_PIECE, SHORT_PIECE = 8, 2  # tiles of an exact piece: few requests need short pieces for latency
 REGISTERS_PER_SM = 65536
@@ -70,6 +70,11 @@ def row_warps(dim: int) -> int:
     Such programs are few and wait for one instruction after the other, so that more warps finish sooner.
     """
     return min(dim // 8, 2048 // dim)
+
+
+def rows_in_flight(dim: int, warps: int) -> int:
+    """Segments that a thread of the merge loads at once: what 48 registers hold."""
+    return 48 * 32 * warps // (gluon_rows.ROWS.value * dim)
 
 
 def lookup_table(levels: tuple[int, ...]) -> list[int]:
@@ -214,12 +219,13 @@ class FastDecode:
         groups, room = 1, rows * self.processors // (n * row_tiles * tile * heads)
         while groups < min(rows, segments - pieces) and 2 * groups <= room:
             groups *= 2
-        unroll = min(4, triton.next_power_of_2(-(-(segments - pieces) // groups)))
         warps = row_warps(dim) if room else max(4, dim // 32)
+        unroll = min(rows_in_flight(dim, warps), triton.next_power_of_2(-(-(segments - pieces) // groups)))
         gluon_rows.merge_kernel[(-(-n * row_tiles * tile * groups // rows), heads)](
             partial, lse, matrix.parts, group.entries, output, n, output.stride(0), matrix.scale, heads, pieces,
             segments, G=output.shape[1] // heads, R=tile, ROW_TILES=row_tiles, D=dim, GROUPS=groups,
-            EXACT=matrix.exact, PDL=self.overlap, WARPS=warps, UNROLL=unroll, num_warps=warps, launch_pdl=self.overlap,
+            EXACT=matrix.exact, PDL=self.overlap, WARPS=warps, UNROLL=unroll, LSE_STEPS=-(-segments // dim),
+            num_warps=warps, launch_pdl=self.overlap,
         )  # fmt: skip
 
 

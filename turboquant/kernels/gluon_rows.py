@@ -88,7 +88,8 @@ def weighted_sum(
 ):  # fmt: skip
     """Sum over segments group, group + GROUPS, ... of [start, stop): weights [ROWS] and weighted rows [ROWS, D].
 
-    UNROLL segments are on their way at once.
+    UNROLL segments are on their way at once: rows are loaded before their weights are known, and those of weight 0
+    (memory that may never have been written) are blanked afterwards.
     """
     mass = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
     total = gl.full([ROWS, D], 0.0, gl.float32, layout=layout)
@@ -97,11 +98,10 @@ def weighted_sum(
             place = segment + step * GROUPS + group
             used = real & (place < stop)
             line = (first + place) * R + lane
+            part = gl.load(OUT + line[:, None] * D + dim[None, :], mask=used[:, None], other=0.0)
             weight = gl.exp2(gl.load(LSE + line, mask=used, other=float("-inf")) - peak)
-            # A row of weight 0 may never have been written.
-            part = gl.load(OUT + line[:, None] * D + dim[None, :], mask=(weight > 0)[:, None], other=0.0)
             mass += weight
-            total += weight[:, None] * part
+            total += weight[:, None] * gl.where((weight > 0)[:, None], part, 0.0)
     return mass, total
 
 
@@ -109,7 +109,7 @@ def weighted_sum(
 def merge_kernel(
     OUT, LSE, MATRIX, REQUESTS, OUTPUT, pairs, output_stride, matrix_scale, heads, pieces, segments,
     G: gl.constexpr, R: gl.constexpr, ROW_TILES: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr,
-    EXACT: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr, UNROLL: gl.constexpr,
+    EXACT: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr, UNROLL: gl.constexpr, LSE_STEPS: gl.constexpr,
 ):  # fmt: skip
     """ROWS / GROUPS query rows of one KV head; group g of a row adds up the row's segments g, g + GROUPS, ...
 
@@ -134,9 +134,10 @@ def merge_kernel(
         gdc_wait()
 
     lse = gl.full([ROWS, D], float("-inf"), gl.float32, layout=read)
-    for start in range(0, segments, D):
-        line = (first[:, None] + (start + dim)[None, :]) * R + lane[:, None]
-        used = real[:, None] & (start + dim < segments)[None, :]
+    for step in gl.static_range(LSE_STEPS):
+        place = step * D + dim
+        line = (first[:, None] + place[None, :]) * R + lane[:, None]
+        used = real[:, None] & (place < segments)[None, :]
         lse = gl.maximum(lse, gl.load(LSE + line, mask=used, other=float("-inf")))
     peak = gl.max(lse, 1)
     peak = gl.where(peak == float("-inf"), 0.0, peak)

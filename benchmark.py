@@ -6,7 +6,8 @@
     python benchmark.py kernels --shapes 16x32768,1x32768 --heads 32,8,128 --presets k4v4
 
 Every contender runs in this process on the same shapes, is checked against torch before it is timed, and is timed as
-the replay of a CUDA graph of several calls (median of several replays), so that no launch time of Python is in it.
+the replay of a CUDA graph of several calls (median of several replays), so that no launch time of Python is in it;
+attention of prompt chunks, which engines launch from Python, as several calls launched in a row.
 "Ours" is the whole of an attention layer's decode: query preparation, history and exact window, merge.
 """
 
@@ -15,6 +16,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ DECODE_PRESETS = "k4v4,k8v4,k3v3,k4v2,k3v2,k2v2"
 BLOCK = 32  # tokens of a compressed page
 WINDOW = 128  # exact tokens
 CALLS, REPLAYS = 10, 7
+LAYERS = 8  # attention calls that Python launches one after the other, as the layers of a step are
 CHECKED_REQUESTS = 1
 MAX_ERROR = 5e-3
 FP8_ERROR = 0.2  # an fp8 cache of random numbers is that coarse: the gate is against blunders
@@ -83,22 +86,40 @@ class Row:
 
 
 def graph_time(call: Attention, calls: int = CALLS) -> float:
-    """Microseconds of one call, as the median over replays of a CUDA graph of several."""
+    """Microseconds of one call, from replays of a CUDA graph of several."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
-    graph.replay()
+    return event_time(graph.replay) / calls
+
+
+def event_time(call: Attention, calls: int = 1) -> float:
+    """Microseconds of one call on the device, as launched from Python in runs of `calls`: median of several runs."""
+    call()
+    torch.cuda.synchronize()
     times = []
     for _ in range(REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        for _ in range(calls):
+            call()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / calls * 1e3)
+    return statistics.median(times)
+
+
+def launch_time(call: Attention) -> float:
+    """Microseconds that Python takes to launch one call: median of several."""
+    times = []
+    for _ in range(REPLAYS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times)
 
 
@@ -233,7 +254,8 @@ class Ours:
     def row(self, shape: Shape) -> Row:
         codec = KVCodec.build(TurboQuantConfig.from_options(self.preset), 0, shape.hkv, shape.d, None, "cuda")
         layer, plan, engine = self._cache(shape, codec)
-        query, out = shape.query(), torch.empty_like(shape.query())
+        query = shape.query()
+        out = torch.empty_like(query)
         own = tuple(torch.randn(len(query), shape.hkv, shape.d, device="cuda").bfloat16() for _ in range(2))
         kernels = choose_kernels(layer, engine.ring)
         if kernels.decode is None:
@@ -279,20 +301,6 @@ class Ours:
         return relative_error(out[:checked], want[:checked])
 
 
-def event_time(call: Attention) -> float:
-    """Microseconds of one call as launched from Python, for calls that last long: median of several."""
-    call()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
 @dataclass(frozen=True)
 class Chunk:
     """A prompt chunk of `rows` tokens behind `cached` ones, of one request: our pages, and a native cache beside."""
@@ -305,7 +313,10 @@ class Chunk:
     d: int = 128
 
     def measure(self) -> dict[str, Any]:
-        """Microseconds of FlashAttention-3 on a bf16 cache, of our encoder, and of our attention; relative error."""
+        """Microseconds of FlashAttention-3 on a bf16 cache, of our encoder, and of our attention; relative error.
+
+        Attention of both is launched from Python, as in a prefill step; `attend_launch_us` is Python's time for it.
+        """
         layer, engine = self._engine()
         attention = dense_attention(layer.recent.keys)
         if attention is None:
@@ -327,9 +338,10 @@ class Chunk:
         query, own = query[new].contiguous(), (keys[new].contiguous(), values[new].contiguous())
         out = torch.empty_like(query)
         scorer = HybridScorer(self.d**-0.5, fused=kernels.fused)
-        ours = event_time(lambda: scorer.attend(layer, plan, query, own, out))
-        native = self._native(query, keys.contiguous(), values.contiguous())
+        attend = lambda: scorer.attend(layer, plan, query, own, out)  # noqa: E731
+        ours, native = event_time(attend, LAYERS), self._native(query, keys.contiguous(), values.contiguous())
         return {**asdict(self), "fa3_bf16_us": native, "encode_us": encode, "attend_us": ours,
+                "attend_launch_us": launch_time(attend),
                 "rel_err": gate(self.preset, self._error(layer, plan, query, own, out), MAX_ERROR)}  # fmt: skip
 
     def _engine(self) -> tuple[LayerCache, KVCaptureEngine]:
@@ -356,7 +368,8 @@ class Chunk:
             lambda: flash_attn_varlen_func(
                 q=query, k=cache[0], v=cache[1], out=out, cu_seqlens_q=starts, max_seqlen_q=self.rows, seqused_k=lens,
                 max_seqlen_k=total, causal=True, softmax_scale=self.d**-0.5, block_table=table, fa_version=3,
-            )
+            ),
+            LAYERS,
         )  # fmt: skip
 
     def _error(self, layer: LayerCache, plan: StepPlan, query: torch.Tensor, own: Any, out: Any) -> float:
@@ -377,12 +390,16 @@ def prefill(arguments: argparse.Namespace) -> None:
             share = row["encode_us"] / row["fa3_bf16_us"]
             print(f"{preset} {length} behind {cached}: encode {row['encode_us']:.1f} us ({share:.1%} of FA3), attend "
                   f"{row['attend_us']:.0f} us ({row['fa3_bf16_us'] / row['attend_us']:.2f}x FA3 bf16 at "
-                  f"{row['fa3_bf16_us']:.0f} us), error {row['rel_err']:.1e}", flush=True)  # fmt: skip
+                  f"{row['fa3_bf16_us']:.0f} us), launched in {row['attend_launch_us']:.0f} us, error "
+                  f"{row['rel_err']:.1e}", flush=True)  # fmt: skip
             torch.cuda.empty_cache()
     if arguments.json:
-        command = " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
-        report = {"device": torch.cuda.get_device_name(), "command": command, "rows": rows}
+        report = {"device": torch.cuda.get_device_name(), "command": own_command(), "rows": rows}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def own_command() -> str:
+    return " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:
@@ -436,7 +453,7 @@ def kernels(arguments: argparse.Namespace) -> None:
     print(f"{torch.cuda.get_device_name()}: a copy moves {bandwidth:.0f} GB/s", flush=True)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "copy_gb_per_s": bandwidth, "window": WINDOW, "page": BLOCK,
-        "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), "rows": [],
+        "command": own_command(), "rows": [],
     }  # fmt: skip
     for shape in shapes(arguments):
         rows = [row for contender in contenders(arguments, shape) if (row := measure(contender, shape))]

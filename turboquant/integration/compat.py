@@ -6,6 +6,7 @@ model runner) and on vLLM 0.26.0 with FlashAttention-3 (V1 and V2); ranges in co
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -167,6 +168,12 @@ def attention_parameters(layer: Any) -> AttentionParameters:
     return AttentionParameters(float(layer.impl.scale), layer.sliding_window or 0, float(softcap))
 
 
+@lru_cache(maxsize=256)
+def single_sequence(length: int, device: torch.device) -> torch.Tensor:
+    """FlashAttention's starts of one sequence, int32 [0, length]; kept for the other layers of a step."""
+    return torch.arange(0, length + 1, length, dtype=torch.int32, device=device)  # on the device: nothing waits
+
+
 def dense_attention(like: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
     """vLLM's FlashAttention for keys like `like` as `turboquant.kernels.prefill.DenseAttention`, None without.
 
@@ -186,9 +193,7 @@ def dense_attention(like: torch.Tensor) -> Callable[..., tuple[torch.Tensor, tor
     def attention(
         query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = [  # made on the device: nothing waits for a copy
-            torch.arange(0, len(rows) + 1, len(rows), dtype=torch.int32, device=rows.device) for rows in (query, keys)
-        ]
+        starts = [single_sequence(len(rows), rows.device) for rows in (query, keys)]
         out, lse, *_ = flash_attn_varlen_func(
             q=query, k=keys, v=values, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
             max_seqlen_q=len(query), max_seqlen_k=len(keys), softmax_scale=scale, causal=causal,

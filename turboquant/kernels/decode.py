@@ -64,17 +64,21 @@ def is_plain(rows: torch.Tensor) -> bool:
     return heads_together and rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
 
 
-def row_warps(dim: int) -> int:
-    """Warps of a program that multiplies 16 rows with a [dim, dim] matrix, up to what columns and registers allow.
+def program_rows(dim: int, many: bool) -> tuple[int, int, int]:
+    """Rows, warps, and registers a thread, of a program that multiplies rows with a [dim, dim] matrix.
 
-    Such programs are few and wait for one instruction after the other, so that more warps finish sooner.
+    Few programs wait for one instruction after the other, so that more warps finish sooner; where they are many, one
+    load of the matrix should serve more rows.  Head size 256 leaves registers for neither.
     """
-    return min(dim // 8, 2048 // dim)
+    least = gluon_rows.ROWS.value
+    if dim == 256:
+        return least, 8, 255
+    return (2 * least, 4, 255) if many else (least, dim // 8, 128)
 
 
-def rows_in_flight(dim: int, warps: int) -> int:
+def rows_in_flight(dim: int, rows: int, warps: int) -> int:
     """Segments that a thread of the merge loads at once: what 48 registers hold."""
-    return 48 * 32 * warps // (gluon_rows.ROWS.value * dim)
+    return 48 * 32 * warps // (rows * dim)
 
 
 def lookup_table(levels: tuple[int, ...]) -> list[int]:
@@ -171,14 +175,12 @@ class FastDecode:
         factors = torch.empty(tokens, heads, group, 2, dtype=torch.float32, device=query.device)
         offsets = torch.empty(tokens, heads, group, dtype=torch.int32, device=query.device)
         many = tokens * group * heads > gluon_rows.ROWS.value * self.processors
-        size, warps = (
-            (2 * gluon_rows.ROWS.value, max(4, dim // 32)) if many else (gluon_rows.ROWS.value, row_warps(dim))
-        )
+        size, warps, registers = program_rows(dim, many)
         grid = (-(-tokens * group // size), heads)
         gluon_rows.prepare_kernel[grid](
             query, matrix.parts, self.layer.codec.transform.center, rows, factors, offsets, tokens, query.stride(0),
             factor, matrix.scale, self.tables.key_step, heads, G=group, D=dim, FLOAT=floating, EXACT=matrix.exact,
-            PDL=self.overlap, WARPS=warps, ROWS=size, num_warps=warps, launch_pdl=self.overlap,
+            PDL=self.overlap, WARPS=warps, ROWS=size, num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
         )  # fmt: skip
         return rows, factors, offsets
 
@@ -219,13 +221,13 @@ class FastDecode:
         groups, room = 1, rows * self.processors // (n * row_tiles * tile * heads)
         while groups < min(rows, segments - pieces) and 2 * groups <= room:
             groups *= 2
-        warps = row_warps(dim) if room else max(4, dim // 32)
-        unroll = min(rows_in_flight(dim, warps), triton.next_power_of_2(-(-(segments - pieces) // groups)))
+        rows, warps, registers = program_rows(dim, not room)
+        unroll = min(rows_in_flight(dim, rows, warps), triton.next_power_of_2(-(-(segments - pieces) // groups)))
         gluon_rows.merge_kernel[(-(-n * row_tiles * tile * groups // rows), heads)](
             partial, lse, matrix.parts, group.entries, output, n, output.stride(0), matrix.scale, heads, pieces,
             segments, G=output.shape[1] // heads, R=tile, ROW_TILES=row_tiles, D=dim, GROUPS=groups,
             EXACT=matrix.exact, PDL=self.overlap, WARPS=warps, UNROLL=unroll, LSE_STEPS=-(-segments // dim),
-            num_warps=warps, launch_pdl=self.overlap,
+            ROWS=rows, num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
         )  # fmt: skip
 
 

@@ -26,6 +26,9 @@ copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 LAZY = gl.constexpr(8.0)  # log2 of how far a score may exceed the maximum in use
 LOWEST = gl.constexpr(-1e30)
 VALUE_OFFSET = gl.constexpr(128 + GRID_CENTER)
+# Tiles after which the values' offset is taken out of the sums: tensor cores truncate, and where values cancel, what
+# they lose of the offset would outweigh the result.
+STRETCH = gl.constexpr(32)
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -351,59 +354,64 @@ def history(
     ones = gl.full([16, T], 1.0, gl.bfloat16, layout=gl.DotOperandLayout(0, MMA, 2))
 
     slot = 0
-    for t in range(start, end):
-        other = gl.where(slot == 0, STAGES - 1, slot - 1)
-        async_copy.wait_group(STAGES - 2)
-        base = block * page_stride + head * PAGE
-        local = gl.minimum(t + STAGES - 1, last) % TILES * T
-        copy_tile(
-            PAGES + base, local, keys.index(other), fine_keys.index(other), values.index(other),
-            fine_values.index(other), key_scales.index(other), value_scales.index(other), BS, KBITS, VBITS,
-            K0, K1, V0, V1, KS, VS,
-        )  # fmt: skip
-        block = gl.load(BLOCKS + gl.minimum(t + STAGES, last) // TILES).to(gl.int64)
+    for stretch in range(start, end, STRETCH):
+        for t in range(stretch, gl.minimum(stretch + STRETCH, end)):
+            other = gl.where(slot == 0, STAGES - 1, slot - 1)
+            async_copy.wait_group(STAGES - 2)
+            base = block * page_stride + head * PAGE
+            local = gl.minimum(t + STAGES - 1, last) % TILES * T
+            copy_tile(
+                PAGES + base, local, keys.index(other), fine_keys.index(other), values.index(other),
+                fine_values.index(other), key_scales.index(other), value_scales.index(other), BS, KBITS, VBITS,
+                K0, K1, V0, V1, KS, VS,
+            )  # fmt: skip
+            block = gl.load(BLOCKS + gl.minimum(t + STAGES, last) // TILES).to(gl.int64)
 
-        key_words = load_words(keys.index(slot), key_layout(KROWS, T, RUN), 1, fine_keys.index(slot), KBITS, KROWS)
-        value_words = load_words(values.index(slot), value_layout(VROWS, T), 0, fine_values.index(slot), VBITS, VROWS)
-        ks = load_scales(key_scales.index(slot), T, gl.SliceLayout(1, S))
-        vs = load_scales(value_scales.index(slot), T, gl.SliceLayout(1, S))
-        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+            key_words = load_words(keys.index(slot), key_layout(KROWS, T, RUN), 1, fine_keys.index(slot), KBITS, KROWS)
+            value_words = load_words(
+                values.index(slot), value_layout(VROWS, T), 0, fine_values.index(slot), VBITS, VROWS
+            )
+            ks = load_scales(key_scales.index(slot), T, gl.SliceLayout(1, S))
+            vs = load_scales(value_scales.index(slot), T, gl.SliceLayout(1, S))
+            slot = gl.where(slot == STAGES - 1, 0, slot + 1)
 
-        high, low = pair_scores(mma_v2(key_operand(key_words, tables, T, D, KBITS, RUN), q, init), T, R)
-        if KBITS == 8:
-            x = high + low
-        else:
-            x = (high * 256 + low).to(gl.float32)
-        x = capped(x * ks[:, None] * factor[None, :] + shift[None, :], softcap, SOFTCAP)
-        edge = (t + 1) * T > length - WINDOW
-        if SLIDING:
-            edge = edge | (t * T <= length + q_len - 1 - sliding)
-        if edge:
-            x, vs = mask_edge(x, vs, t * T + tau, length, PRESENT, row // G, sliding, WINDOW, SLIDING)
-        if exceeds(x, m, T, R):
-            new = gl.maximum(m, gl.max(x, 0))
-            rescale = gl.exp2(m - new)
-            m = new
-            mass = mass * rescale[None, :]
-            columns = per_column(rescale, R)
-            acc = acc * columns[None, :]
-            weight_sum = weight_sum * columns[None, :]
-        p = gl.exp2(x - m[None, :])
-        mass = mass + p
-        p = p * vs[:, None]
-        if R == 4:
-            p = gl.join(p, gl.full([T, R], 0.0, gl.float32, layout=S)).reshape([T, N])
-            p = gl.convert_layout(p.to(gl.bfloat16), MMA, assert_trivial=True)
-        else:
-            p = p.to(gl.bfloat16)
-        p = weight_operand(p, T, N)
-        acc = mma_v2(value_operand(value_words, value_tables, T, D, VBITS), p, acc)
-        weight_sum = mma_v2(ones, p, weight_sum)
+            high, low = pair_scores(mma_v2(key_operand(key_words, tables, T, D, KBITS, RUN), q, init), T, R)
+            if KBITS == 8:
+                x = high + low
+            else:
+                x = (high * 256 + low).to(gl.float32)
+            x = capped(x * ks[:, None] * factor[None, :] + shift[None, :], softcap, SOFTCAP)
+            edge = (t + 1) * T > length - WINDOW
+            if SLIDING:
+                edge = edge | (t * T <= length + q_len - 1 - sliding)
+            if edge:
+                x, vs = mask_edge(x, vs, t * T + tau, length, PRESENT, row // G, sliding, WINDOW, SLIDING)
+            if exceeds(x, m, T, R):
+                new = gl.maximum(m, gl.max(x, 0))
+                rescale = gl.exp2(m - new)
+                m = new
+                mass = mass * rescale[None, :]
+                columns = per_column(rescale, R)
+                acc = acc * columns[None, :]
+                weight_sum = weight_sum * columns[None, :]
+            p = gl.exp2(x - m[None, :])
+            mass = mass + p
+            p = p * vs[:, None]
+            if R == 4:
+                p = gl.join(p, gl.full([T, R], 0.0, gl.float32, layout=S)).reshape([T, N])
+                p = gl.convert_layout(p.to(gl.bfloat16), MMA, assert_trivial=True)
+            else:
+                p = p.to(gl.bfloat16)
+            p = weight_operand(p, T, N)
+            acc = mma_v2(value_operand(value_words, value_tables, T, D, VBITS), p, acc)
+            weight_sum = mma_v2(ones, p, weight_sum)
+        acc -= (gl.max(weight_sum, 0) * VALUE_OFFSET)[None, :]
+        weight_sum = gl.full([16, N], 0.0, gl.float32, layout=MMA)
     async_copy.wait_group(0)
 
     total = gl.sum(mass, 0)
     safe = gl.where(total > 0, total, 1.0)
-    acc = (acc - (gl.max(weight_sum, 0) * VALUE_OFFSET)[None, :]) * (per_column(VSTEP / safe, R))[None, :]
+    acc = acc * (per_column(VSTEP / safe, R))[None, :]
     if R == 4:
         even, odd = gl.split(acc.reshape([D, 4, 2]))
         acc = even + odd

@@ -86,13 +86,14 @@ def weighted_sum(
     OUT, LSE, start, stop, first, lane, group, real, peak, dim, R: gl.constexpr, D: gl.constexpr,
     GROUPS: gl.constexpr, UNROLL: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Sum over segments group, group + GROUPS, ... of [start, stop): weights [ROWS] and weighted rows [ROWS, D].
+    """Sum over segments group, group + GROUPS, ... of [start, stop): weights [rows] and weighted rows [rows, D].
 
     UNROLL segments are on their way at once: rows are loaded before their weights are known, and those of weight 0
     (memory that may never have been written) are blanked afterwards.
     """
-    mass = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
-    total = gl.full([ROWS, D], 0.0, gl.float32, layout=layout)
+    rows: gl.constexpr = peak.shape[0]
+    mass = gl.full([rows], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
+    total = gl.full([rows, D], 0.0, gl.float32, layout=layout)
     for segment in range(start, stop, UNROLL * GROUPS):
         for step in gl.static_range(UNROLL):
             place = segment + step * GROUPS + group
@@ -110,6 +111,7 @@ def merge_kernel(
     OUT, LSE, MATRIX, REQUESTS, OUTPUT, pairs, output_stride, matrix_scale, heads, pieces, segments,
     G: gl.constexpr, R: gl.constexpr, ROW_TILES: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr,
     EXACT: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr, UNROLL: gl.constexpr, LSE_STEPS: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
     """ROWS / GROUPS query rows of one KV head; group g of a row adds up the row's segments g, g + GROUPS, ...
 

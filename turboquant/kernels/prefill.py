@@ -179,12 +179,13 @@ class StagedPrefill:
         for row in group.host_rows:
             start, length, cached = group.plan.batch.host_lens[row]
             rows = slice(start, start + length)
+            # The history first: while the device is at it, Python launches the rest.
+            history = self._history(group, row, query[rows], cached, scale) if cached else None
             chunk = self.attention(query[rows], own[0][rows], own[1][rows], scale, True)
-            if cached:
-                history = self._history(group, row, query[rows], cached, scale)
-                self._finish(history, chunk, query[rows], scale, output[rows])
-            else:
+            if history is None:
                 output[rows] = chunk[0]
+            else:
+                self._finish(history, chunk, query[rows], scale, output[rows])
 
     def _history(self, group: QueryGroup, row: int, query: torch.Tensor, cached: int, scale: float) -> Partial:
         """Attention over the cached tokens of a request in the codec's bases, without the centre's logit."""

@@ -28,24 +28,57 @@ def test_table_is_what_the_results_say(path):
     assert command.endswith(f"--json {path.relative_to(ROOT)}") and command.startswith("python proof.py")
 
 
-KERNELS = json.loads((ROOT / "benchmarks" / "results" / "h200-kernels.json").read_text())
+def results(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+KERNELS = results("h200-kernels")["rows"]
+HEADS = [(32, 8, 128), (64, 8, 128), (16, 8, 128), (14, 2, 64), (32, 4, 256)]
+SHAPES = {(row["batch"], row["length"]) for row in KERNELS}
+
+
+def times(batch, length, heads=(32, 8, 128), q_rows=1):
+    """Microseconds by contender."""
+    place = (batch, length, *heads, q_rows)
+    keys = ("batch", "length", "hq", "hkv", "d", "q_rows")
+    return {row["contender"]: row["us"] for row in KERNELS if tuple(row[key] for key in keys) == place}
+
+
+def over_native(us, preset="k4v4"):
+    return f"{us['fa3-bf16'] / us[preset]:.2f}x, {us['fa3-fp8'] / us[preset]:.2f}x"
 
 
 def kernel_row(batch, length):
     """The README's row of a decode shape: microseconds, and times over FlashAttention-3."""
-    us = {row["contender"]: row["us"] for row in KERNELS["rows"] if (row["batch"], row["length"]) == (batch, length)}
-    cells = [f"{batch} x {length}", f"{us['fa3-bf16']:.0f}", f"{us['fa3-fp8']:.0f}"]
-    for preset in ("k4v4", "k3v2", "k2v2"):
-        cells.append(f"{us[preset]:.0f} ({us['fa3-bf16'] / us[preset]:.2f}x, {us['fa3-fp8'] / us[preset]:.2f}x)")
+    us = times(batch, length)
+    cells = [f"{batch} x {length}", *(f"{us[name]:.0f}" for name in ("fa3-bf16", "fa3-fp8", "vllm-turboquant"))]
+    cells += [f"{us[preset]:.0f} ({over_native(us, preset)})" for preset in ("k4v4", "k3v2", "k2v2")]
     return f"| {' | '.join(cells)} |"
 
 
-def test_kernel_table_is_what_the_results_say():
-    shapes = {(row["batch"], row["length"]) for row in KERNELS["rows"]}
-    assert len(shapes) == 8
-    for shape in shapes:
-        assert kernel_row(*shape) in README.splitlines()
-    assert all(row["rel_err"] < 5e-3 for row in KERNELS["rows"] if row["preset"])
+def heads_row(heads, q_rows):
+    """The README's row of other heads: `k4v4` over FlashAttention-3."""
+    cells = [f"{heads[0]} on {heads[1]} of {heads[2]}, {q_rows}"]
+    cells += [over_native(times(*shape, heads, q_rows)) for shape in ((1, 32768), (16, 32768), (64, 4096))]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_kernel_tables_are_what_the_results_say():
+    assert len(SHAPES) == 8
+    rows = [kernel_row(*shape) for shape in SHAPES] + [heads_row(h, q) for h in HEADS for q in (1, 4)]
+    assert set(rows) <= set(README.splitlines())
+    assert all(row["rel_err"] < 5e-3 for row in KERNELS if row["preset"] and row["contender"] != "vllm-turboquant")
+
+
+@pytest.mark.parametrize("name", ["h200-kernels", "h200-gqa", "h200-prefill"])
+def test_commands_of_the_kernels_are_quoted(name):
+    assert f"`{results(name)['command']}`" in README
+
+
+def test_prefill_is_what_the_results_say():
+    (row,) = (r for r in results("h200-prefill")["rows"] if r["preset"] == "k4v4" and r["cached"])
+    assert f"{row['fa3_bf16_us'] / row['attend_us']:.2f} times FlashAttention-3's speed" in README
+    assert f"in {row['attend_launch_us']:.0f} us of Python" in README
 
 
 def test_linked_folders_exist():

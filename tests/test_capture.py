@@ -458,7 +458,7 @@ def test_locate_changes_nothing():
 
 def test_bytes_are_those_of_the_tensors():
     ring = ExactRing(100, 16, 32, 9)
-    assert ring.nbytes == 100 * 8 + 9 * 8 + 9 * 8 + 9 * 16
+    assert ring.nbytes == 101 * 8 + 10 * 8 + 10 * 8 + 10 * 16  # one more of each than is used
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------

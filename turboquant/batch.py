@@ -16,12 +16,24 @@ class AttentionBatch:
     query_start: int64 [R+1], first query row of each request; its last entry is the number of rows.
     seq_lens: int64 [R], tokens of each request after this step, its own rows included; 0 for padding.
     block_table: integer [R, M], physical block of each logical block; entries beyond a sequence are never read.
+    lens: `host_lens` where they are known without asking the device; lines: `entries` where they lie already.
     """
 
     query_start: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     block_size: int
+    lens: list[tuple[int, int, int]] | None = None
+    lines: torch.Tensor | None = None
+
+    @cached_property
+    def entries(self) -> torch.Tensor:
+        """int32 [R, 4]: request, first query row, query rows, cached tokens; one line for a kernel to read."""
+        return self.computed_entries() if self.lines is None else self.lines
+
+    def computed_entries(self) -> torch.Tensor:
+        rows = torch.arange(len(self.seq_lens), device=self.seq_lens.device)
+        return torch.stack((rows, self.query_start[:-1], self.query_lens, self.history_lens), 1).int()
 
     @cached_property
     def query_lens(self) -> torch.Tensor:
@@ -49,6 +61,8 @@ class AttentionBatch:
     @cached_property
     def host_lens(self) -> list[tuple[int, int, int]]:
         """(first query row, query rows, cached tokens) of every request, read on the host once per step."""
+        if self.lens is not None:
+            return self.lens
         columns = (self.query_start[:-1], self.query_lens, self.history_lens)
         return [(start, new, cached) for start, new, cached in torch.stack(columns, 1).tolist()]
 

@@ -63,15 +63,24 @@ class ExactRing:
         self.block_size, self.capacity = block_size, capacity
         self.window = window if capacity else 0
         self.step = 0  # the clock; two ticks a step
-        self.slot_of_block = torch.full((num_blocks,), -1, device=device)
-        self.owner = torch.full((capacity,), -1, device=device)
-        self.used = torch.full((capacity,), FREE, device=device)
-        self.written = torch.zeros(capacity, block_size, dtype=torch.bool, device=device)
+        # One more than is used of each: where writes go that have no target, so that nothing waits for a count.
+        self._tables = (
+            torch.full((num_blocks + 1,), -1, device=device),
+            torch.full((capacity + 1,), -1, device=device),
+            torch.full((capacity + 1,), FREE, device=device),
+            torch.zeros(capacity + 1, block_size, dtype=torch.bool, device=device),
+        )
+        self.slot_of_block, self.owner, self.used, self.written = (table[:-1] for table in self._tables)
+
+    @property
+    def tokens(self) -> int:
+        """Exact tokens that the entries hold."""
+        return self.capacity * self.block_size
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tables."""
-        return sum(t.nbytes for t in (self.slot_of_block, self.owner, self.used, self.written))
+        return sum(table.nbytes for table in self._tables)
 
     def plan(self, batch: AttentionBatch) -> ExactWindow:
         """Start a step: touch the live windows, give entries to the blocks written now, and locate the windows."""
@@ -124,40 +133,41 @@ class ExactRing:
         self.written.zero_()
 
     def _blocks_between(self, batch: AttentionBatch, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        """Distinct physical blocks that hold positions [start, end) of the requests: int64 [n]."""
+        """Physical blocks that hold positions [start, end) of the requests: int64 [R, n], -1 for none."""
         first = start.clamp(min=0) // self.block_size
         columns = torch.arange(window_blocks(self.window, self.block_size) + 1, device=first.device)
         logical = first[:, None] + columns
-        wanted = logical * self.block_size < end[:, None]
         rows = torch.arange(len(first), device=first.device)
-        return batch.blocks_at(rows, logical * self.block_size)[wanted].unique()
+        blocks = batch.blocks_at(rows, logical * self.block_size)
+        return torch.where(logical * self.block_size < end[:, None], blocks, -1)
 
     def _touch(self, blocks: torch.Tensor, clock: int) -> None:
-        entries = self.slot_of_block[blocks]
-        self.used[entries[entries >= 0]] = clock
+        entry = torch.where(blocks >= 0, self.slot_of_block[blocks.clamp(min=0)], -1)
+        self._tables[2][torch.where(entry >= 0, entry, self.capacity)] = clock
 
     def _assign(self, blocks: torch.Tensor) -> None:
         """Give each block an entry, least recently used first; blocks beyond the free entries get none."""
         self._touch(blocks, self.step)
-        missing = blocks[self.slot_of_block[blocks] < 0]
+        blocks = blocks.flatten()
+        missing = (blocks >= 0) & (self.slot_of_block[blocks.clamp(min=0)] < 0)
         oldest = self.used.argsort(stable=True)
-        victims = oldest[self.used[oldest] < self.step][: len(missing)]
-        missing = missing[: len(victims)]
-        evicted = self.owner[victims]
-        self.slot_of_block[evicted[evicted >= 0]] = -1
-        self.slot_of_block[missing] = victims
-        self.owner[victims], self.used[victims], self.written[victims] = missing, self.step, False
+        rank = (missing.cumsum(0) - 1).clamp(0, self.capacity - 1)
+        victim = oldest[rank]
+        given = missing & (missing.cumsum(0) <= (self.used < self.step).sum())
+        victim = torch.where(given, victim, self.capacity)
+        slot_of_block, owner, used, written = self._tables
+        evicted = owner[victim]
+        slot_of_block[torch.where(given & (evicted >= 0), evicted, len(self.slot_of_block))] = -1
+        slot_of_block[torch.where(given, blocks, len(self.slot_of_block))] = victim
+        owner[victim], used[victim], written[victim] = torch.where(given, blocks, -1), self.step, False
 
 
 class RingData:
-    """Exact keys and values of one layer: [capacity * block_size, H_kv, d] in the cache's dtype."""
+    """Exact keys and values of one layer: [tokens, H_kv, d] in the cache's dtype, `ExactRing.tokens` or more."""
 
-    def __init__(
-        self, ring: ExactRing, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
-    ):
-        shape = (ring.capacity * ring.block_size, num_kv_heads, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(self, tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str):
+        self.keys = torch.zeros(tokens, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
 
     @property
     def nbytes(self) -> int:
@@ -176,19 +186,19 @@ class LayerCache:
 
     encode: EncodeKernel | None = None
 
-    def __init__(
-        self,
-        codec: KVCodec,
-        ring: ExactRing,
-        num_blocks: int,
-        num_kv_heads: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ):
-        self.codec = codec
-        self.store = CompressedBlockStore(codec, num_blocks, num_kv_heads, block_size, device)
-        self.recent = RingData(ring, num_kv_heads, codec.key.dim, dtype, device)
+    def __init__(self, store: CompressedBlockStore, recent: RingData):
+        self.codec, self.store, self.recent = store.codec, store, recent
+
+    def ingest(self, ring: ExactRing, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write a step's tokens: keys, values [N, H_kv, d], slots int64 [N] (below 0 = padding, skipped)."""
+        slots = slots[: len(keys)]
+        if self.encode is not None:
+            self.encode(self, ring, keys[: len(slots)], values[: len(slots)], slots)
+            return
+        self.store.write(slots, keys, values)
+        rows, index = ring.accept(slots)
+        self.recent.keys[index] = keys[rows].to(self.recent.keys.dtype)
+        self.recent.values[index] = values[rows].to(self.recent.values.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -223,9 +233,9 @@ class KVCaptureEngine:
 
     def add_layer(self, name: str, codec: KVCodec, num_kv_heads: int, dtype: torch.dtype) -> LayerCache:
         """Allocate the pages and the exact tokens of a layer; all memory of the layer is taken here."""
-        self.layers[name] = LayerCache(
-            codec, self.ring, self.num_blocks, num_kv_heads, self.block_size, dtype, self.device
-        )
+        store = CompressedBlockStore(codec, self.num_blocks, num_kv_heads, self.block_size, self.device)
+        recent = RingData(self.ring.tokens, num_kv_heads, codec.key.dim, dtype, self.device)
+        self.layers[name] = LayerCache(store, recent)
         return self.layers[name]
 
     def begin_step(self, batch: AttentionBatch) -> StepPlan:
@@ -233,15 +243,8 @@ class KVCaptureEngine:
         return StepPlan(batch, self.ring.plan(batch))
 
     def ingest(self, layer: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write a step's tokens: keys, values [N, H_kv, d], slots int64 [N] (below 0 = padding, skipped)."""
-        slots = slots[: len(keys)]
-        if layer.encode is not None:
-            layer.encode(layer, self.ring, keys[: len(slots)], values[: len(slots)], slots)
-            return
-        layer.store.write(slots, keys, values)
-        rows, index = self.ring.accept(slots)
-        layer.recent.keys[index] = keys[rows].to(layer.recent.keys.dtype)
-        layer.recent.values[index] = values[rows].to(layer.recent.values.dtype)
+        """`LayerCache.ingest` of one of the engine's layers."""
+        layer.ingest(self.ring, keys, values, slots)
 
     @property
     def nbytes(self) -> int:

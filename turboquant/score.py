@@ -93,10 +93,9 @@ class QueryGroup:
 
     @cached_property
     def entries(self) -> torch.Tensor:
-        """int32 [n, 4]: request, first query row, query rows, cached tokens; one line for a kernel to read."""
-        batch, rows = self.plan.batch, self.rows
-        parts = (rows, batch.query_start[rows], batch.query_lens[rows], self.cached)
-        return torch.stack(parts, 1).int()
+        """int32 [n, 4], `AttentionBatch.entries` of these requests; the batch's own tensor where they are all."""
+        entries = self.plan.batch.entries
+        return entries if len(self.rows) == len(entries) else entries[self.rows]
 
     @cached_property
     def host_rows(self) -> list[int]:

@@ -1,8 +1,9 @@
 """Import path of the prototype, kept for scripts that use it; everything lives in `turboquant.integration.vllm`."""
 
-from typing import Any, NoReturn
+from typing import Any
 
-from turboquant.config import Mode
+from turboquant.config import Mode, TurboQuantConfig
+from turboquant.integration import activation
 from turboquant.integration.vllm import free_kv_cache, get_mode, get_stats, install_turboquant_hooks, set_mode
 
 MODE_OFF = Mode.OFF.value
@@ -30,9 +31,9 @@ __all__ = [
 ]
 
 
-def enable_no_alloc(**_: Any) -> NoReturn:
-    """Will let vLLM size its pool by compressed pages; not available in this version."""
-    raise NotImplementedError(
-        "enable_no_alloc() is not available in this version: compressed pages from the start need the native route. "
-        "Until then use install_turboquant_hooks(model_runner, mode='full_tq') and free_kv_cache(model_runner)."
-    )
+def enable_no_alloc(preset: str | None = None, **options: Any) -> TurboQuantConfig:
+    """Compressed pages from the start, for engines that are built after this call, in whatever processes they run.
+
+    preset, options: as for `install_turboquant_hooks`.  Returns the configuration; ValueError for unknown names.
+    """
+    return activation.enable(preset, **options)

@@ -4,8 +4,12 @@ Facts are probed on the objects at hand, not derived from version numbers.  Chec
 model runner) and on vLLM 0.26.0 with FlashAttention-3 (V1 and V2); ranges in comments are from reading the sources.
 """
 
+import functools
+import inspect
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -126,8 +130,6 @@ def layer_objections(layer: Any) -> list[str]:
 
 def signature_objections(impl: Any) -> list[str]:
     """Whether the hooked methods take the parameters that the hooks pass on."""
-    import inspect
-
     reasons = []
     for name, expected in HOOKED_METHODS.items():
         found = tuple(inspect.signature(getattr(impl, name)).parameters)[: len(expected)]
@@ -339,3 +341,283 @@ def form_of(kv_cache: torch.Tensor) -> torch.Tensor:
 def allocate_cache(form: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A zeroed native cache of this form."""
     return torch.zeros_like(form, device=device)
+
+
+# ---- native route: layers --------------------------------------------------------------------------------------
+NATIVE = "turboquant_native"  # attribute of a layer that the native route leaves alone: why
+PLAIN_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def patch_workers(activate: Callable[[Any], None]) -> None:
+    """Call activate(vllm_config) in every worker before its model is built (0.18.1 to 0.33.0); once a process."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    original = WorkerBase.__init__
+    if hasattr(original, "turboquant_original"):
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        activate(vllm_config)
+        original(self, vllm_config, *args, **kwargs)
+
+    init.turboquant_original = original  # type: ignore[attr-defined]
+    WorkerBase.__init__ = init  # type: ignore[method-assign]
+
+
+class AttentionPatch:
+    """`Attention` with backends of our choice: backend_for(class, arguments) gives a backend, or a reason for none.
+
+    `__init__` has the parameter `attn_backend` from 0.18.1 to 0.33.0.  Up to 0.27.1 the bytes of a page come from the
+    layer's spec, which has no field for them outside vLLM's own TurboQuant (`TQFullAttentionSpec`).
+    """
+
+    def __init__(self, backend_for: Callable[[type, dict[str, Any]], Any], made: Callable[[Any], None]):
+        from vllm.model_executor.layers.attention.attention import Attention
+
+        self.attention, self.backend_for, self.made = Attention, backend_for, made
+        self.originals = {name: Attention.__dict__[name] for name in ("__init__", "get_kv_cache_spec")}
+
+    def apply(self) -> None:
+        if "attn_backend" not in inspect.signature(self.originals["__init__"]).parameters:
+            raise RuntimeError(f"Attention of vLLM {vllm_version()} takes no attn_backend: turboquant does not know it")
+        replacements = {"__init__": self._init()}
+        if not packs_states():
+            replacements["get_kv_cache_spec"] = self._spec()
+        for name, replacement in replacements.items():
+            setattr(self.attention, name, replacement)
+
+    def undo(self) -> None:
+        for name, original in self.originals.items():
+            setattr(self.attention, name, original)
+
+    def _init(self) -> Callable[..., None]:
+        original, signature = self.originals["__init__"], inspect.signature(self.originals["__init__"])
+
+        @functools.wraps(original)
+        def init(layer: Any, *args: Any, **kwargs: Any) -> None:
+            bound = signature.bind(layer, *args, **kwargs)
+            bound.apply_defaults()
+            chosen = self.backend_for(type(layer), bound.arguments)
+            if isinstance(chosen, str):
+                original(layer, *args, **kwargs)
+                setattr(layer, NATIVE, chosen)
+                return
+            original(layer, *args, **{**kwargs, "attn_backend": chosen})
+            self.made(layer)
+
+        return init
+
+    def _spec(self) -> Callable[..., Any]:
+        original = self.originals["get_kv_cache_spec"]
+
+        @functools.wraps(original)
+        def get_kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
+            spec = original(layer, vllm_config)
+            token_bytes = getattr(layer.get_attn_backend(), "token_bytes", None)
+            return spec if token_bytes is None else slotted_spec(spec, token_bytes(layer.head_size))
+
+        return get_kv_cache_spec
+
+
+def packs_states() -> bool:
+    """Whether specs carry the bytes of a token (0.30.0 and newer)."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    return "state_content_bytes" in AttentionSpec.__dataclass_fields__
+
+
+def packed_spec(spec: Any, token_bytes: int) -> Any:
+    """The spec with its bytes per token and head (0.30.0 and newer)."""
+    if spec.state_content_bytes is not None:
+        return spec
+    return replace(spec, dtype=torch.uint8, state_content_bytes=token_bytes)
+
+
+def slotted_spec(spec: Any, token_bytes: int) -> Any:
+    """The same up to 0.27.1, where vLLM's TurboQuant has a spec with bytes per token (0.20.2 to 0.27.1)."""
+    import vllm.v1.kv_cache_interface as interface
+
+    if type(spec) is not interface.FullAttentionSpec:
+        raise RuntimeError(f"turboquant cannot pack a {type(spec).__name__} on vLLM {vllm_version()}")
+    fields = {name: getattr(spec, name) for name in interface.FullAttentionSpec.__dataclass_fields__}
+    packed: Any = vars(interface)["TQFullAttentionSpec"]
+    return packed(**{**fields, "dtype": torch.uint8}, tq_slot_size=token_bytes)
+
+
+def head_major_layouts() -> Any:
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    return (KVCacheLayout.LBHNC,)
+
+
+def layer_place(prefix: str) -> tuple[int, int]:
+    """Index of a layer in the model, from its name, and the number of layers."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    config = get_current_vllm_config().model_config.hf_text_config
+    return extract_layer_index(prefix), config.num_hidden_layers
+
+
+def layer_stays_native(layer_class: type, arguments: dict[str, Any]) -> str | None:
+    """Why a layer that is being made is none of ours, or None."""
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    attn_type = arguments["attn_type"]
+    if layer_class is not Attention:
+        return f"is {layer_class.__name__}"
+    if arguments["attn_backend"] is not None:
+        return f"has a backend of its own ({arguments['attn_backend'].get_name()})"
+    if getattr(attn_type, "value", attn_type) != "decoder":
+        return f"is {attn_type} attention"
+    if sliding_window(arguments) and not packs_states():
+        return "has a sliding window, whose pages this vLLM cannot pack"
+    return None
+
+
+def sliding_window(arguments: dict[str, Any]) -> int | None:
+    cache_config = arguments["cache_config"]
+    own = arguments["per_layer_sliding_window"]
+    return own if own is not None or cache_config is None else cache_config.sliding_window
+
+
+def arguments_objections(arguments: dict[str, Any]) -> list[str]:
+    """What a layer that is being made asks for and the codec cannot serve."""
+    reasons, cache_config = [], arguments["cache_config"]
+    dtype = "auto" if cache_config is None else cache_config.cache_dtype
+    if dtype not in PLAIN_DTYPES:
+        reasons.append(f"kv_cache_dtype={dtype!r}; use 'auto'")
+    if arguments["alibi_slopes"] is not None:
+        reasons.append("ALiBi")
+    if arguments["extra_impl_args"].get("sinks") is not None:
+        reasons.append("attention sinks")
+    if arguments["kv_sharing_target_layer_name"] is not None:
+        reasons.append(f"it shares the cache of {arguments['kv_sharing_target_layer_name']}")
+    value_size = arguments["head_size_v"]
+    if value_size not in (None, arguments["head_size"]):
+        reasons.append(f"value head size {value_size} differs from the key's {arguments['head_size']}")
+    return reasons
+
+
+def config_objections(vllm_config: Any) -> list[str]:
+    """Features of an engine that is being built and that the native route cannot serve."""
+    parallel, reasons = vllm_config.parallel_config, []
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            reasons.append(f"{name}={getattr(parallel, name)}: only 1 is supported")
+    if getattr(parallel, "enable_dbo", False):
+        reasons.append("enable_dbo=True runs two batches through one layer at a time; turn it off")
+    if vllm_config.kv_transfer_config is not None:
+        reasons.append("kv_transfer_config is set: KV connectors move pages and leave the exact tokens behind")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method != "ngram":
+        reasons.append(f"speculative method={speculative.method!r}: only 'ngram' is supported")
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        reasons.append("enable_sleep_mode=True discards the exact tokens of the ring; turn it off")
+    if getattr(vllm_config.model_config, "use_mla", False):
+        reasons.append("the model has multi-head latent attention (MLA)")
+    return reasons
+
+
+@dataclass(frozen=True)
+class LayerHost:
+    """What a layer must know of the engine that it is made for.  cache_budget: bytes that weights and pages may use."""
+
+    device: torch.device
+    max_num_seqs: int
+    block_size: int
+    num_layers: int
+    cache_budget: int
+
+
+def host_of_layer(preferred_block: int) -> LayerHost:
+    """Of the layer that is being made.  Blocks can still grow after this (hybrid models)."""
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    cache: Any = config.cache_config
+    device = torch.device(str(config.device_config.device))
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    budget = cache.kv_cache_memory_bytes or int(total * cache.gpu_memory_utilization)
+    layers = config.model_config.get_num_layers(config.parallel_config)
+    block = max(cache.block_size or preferred_block, preferred_block)
+    return LayerHost(device, config.scheduler_config.max_num_seqs, block, layers, budget)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """vLLM loads models under the model's dtype, in which tables must not be computed."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# ---- native route: steps ---------------------------------------------------------------------------------------
+def attention_layers(vllm_config: Any) -> dict[str, Any]:
+    """Softmax attention layers of the model, ours and others."""
+    context = vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in context.items() if hasattr(layer, "impl") and hasattr(layer, "head_size")}
+
+
+def layer_named(vllm_config: Any, name: str) -> Any:
+    return vllm_config.compilation_config.static_forward_context[name]
+
+
+def native_because(layer: Any) -> str:
+    return getattr(layer, NATIVE, f"is {type(layer).__name__}")
+
+
+def kernel_blocks(vllm_config: Any, block_size: int) -> int:
+    """Pages of a layer; the worker knows the pool before it makes builders (0.26.0 and 0.32.0)."""
+    cache = vllm_config.cache_config
+    if cache.num_gpu_blocks is None:
+        raise RuntimeError(f"vLLM {vllm_version()} makes metadata builders before it knows the number of KV blocks")
+    return cache.num_gpu_blocks * max(1, cache.block_size // block_size)
+
+
+def pool_tokens(vllm_config: Any) -> int:
+    cache = vllm_config.cache_config
+    return (cache.num_gpu_blocks or 0) * cache.block_size
+
+
+def max_batch(vllm_config: Any) -> int:
+    """Rows that a step's metadata can have: graphs are captured for padded batches."""
+    sizes = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
+    return max(vllm_config.scheduler_config.max_num_seqs, *sizes) + 1
+
+
+def check_step(step: Any) -> None:
+    if step.causal is not True:
+        raise RuntimeError(f"turboquant serves causal decoder attention only; this step has causal={step.causal!r}")
+
+
+def lens_on_host(step: Any) -> list[tuple[int, int, int]]:
+    """(first query row, query rows, cached tokens) of every request, without asking the device.
+
+    Cached tokens are an upper bound for verify rows under asynchronous scheduling (0.26.0 to 0.33.0).
+    """
+    starts = step.query_start_loc_cpu[: step.num_reqs + 1].tolist()
+    bounds = getattr(step, "seq_lens_cpu_upper_bound", None)
+    if bounds is None:
+        bounds = getattr(step, "_seq_lens_cpu", None)
+    lens = (step.seq_lens if bounds is None else bounds)[: step.num_reqs].tolist()
+    return [
+        (start, min(end - start, total), total - min(end - start, total)) if total > 0 else (start, 0, 0)
+        for start, end, total in zip(starts[:-1], starts[1:], lens, strict=True)
+    ]
+
+
+def log_once(vllm_config: Any, text: str) -> None:
+    from vllm.logger import init_logger
+
+    if getattr(vllm_config, "_turboquant_logged", None) != text:
+        vllm_config._turboquant_logged = text
+        init_logger("vllm.turboquant").info(text)

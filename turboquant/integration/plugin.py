@@ -1,10 +1,12 @@
-"""Entry point `vllm.general_plugins`: gives every vLLM worker the tq_* methods, callable by name over collective_rpc.
+"""Entry point `vllm.general_plugins`, which vLLM loads in every process.
 
-vLLM loads it in every process.  Without a call to one of the methods nothing changes.
+It gives every worker the tq_* methods, callable by name over collective_rpc, and starts the native route in workers
+where it is asked for (`turboquant.integration.activation`).  Otherwise nothing changes.
 """
 
 from typing import Any
 
+from turboquant.integration import activation, compat
 from turboquant.integration import vllm as hooks
 
 
@@ -46,8 +48,27 @@ def tq_call(self: Any, method: str, *args: Any, **kwargs: Any) -> tuple[str, Any
 WORKER_METHODS = (tq_install, tq_set_mode, tq_free, tq_stats, tq_uninstall, tq_call)
 
 
+def activate(vllm_config: Any) -> None:
+    """Start the native route for the model that a worker is about to build, if it is asked for."""
+    config = activation.requested(vllm_config.additional_config)
+    if config is None:
+        return
+    from turboquant.integration import backend
+
+    if objections := compat.config_objections(vllm_config):
+        listed = "\n- ".join(objections)
+        raise hooks.UnsupportedEngineError(f"turboquant cannot serve this engine:\n- {listed}")
+    backend.install(config)
+
+
 def register() -> None:
-    """Called by vLLM in every process; idempotent."""
+    """Called by vLLM in every process; idempotent.  Refuses variables that cannot be meant."""
+    activation.requested()
+    compat.patch_workers(activate)
+    add_worker_methods()
+
+
+def add_worker_methods() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     for method in WORKER_METHODS:

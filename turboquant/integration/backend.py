@@ -1,0 +1,367 @@
+"""The native route: attention layers whose pages are compressed from the start.
+
+vLLM asks a layer's backend for the bytes of a token (`customize_spec`, or the layer's spec up to 0.27), so its
+scheduler counts compressed pages.  Each layer keeps a codec and exact recent tokens; layers of a KV-cache group share
+the ring's tables, which the group's metadata builder plans once a step, before any layer runs.  Nothing in a layer's
+step waits for the device, and what a captured CUDA graph reads lies in memory that stays.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+from turboquant.batch import AttentionBatch
+from turboquant.capture import ExactRing, ExactWindow, LayerCache, RingData, StepPlan, window_blocks
+from turboquant.codec import KVCodec
+from turboquant.config import TurboQuantConfig
+from turboquant.integration import compat
+from turboquant.integration.vllm import UnsupportedEngineError
+from turboquant.kernels import choose_kernels
+from turboquant.page import PageFormat
+from turboquant.score import HybridScorer
+from turboquant.store import CompressedBlockStore
+
+PREFERRED_BLOCK = 32  # tokens of a page where nobody asked for a size
+MAX_GRAPH_QUERY = 16  # query rows of a request that the fast decode serves
+
+
+class TurboQuantBackend(AttentionBackend):
+    """Base of the backends that `backend_of` makes, one per page format."""
+
+    accept_output_buffer = True
+    forward_includes_kv_cache_update = False
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
+    config: TurboQuantConfig
+    key_bits: int
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["TurboQuantImpl"]:
+        return TurboQuantImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["TurboQuantMetadataBuilder"]:
+        return TurboQuantMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return max(default_block_size, PREFERRED_BLOCK)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def token_bytes(cls, head_dim: int) -> int:
+        """Bytes of a token and KV head."""
+        return cls.page_format(head_dim, PREFERRED_BLOCK).token_bytes
+
+    @classmethod
+    def page_format(cls, head_dim: int, block_size: int) -> PageFormat:
+        return page_format(cls.config, cls.key_bits, head_dim, block_size)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The spec with our bytes per token (vLLM 0.30 and newer)."""
+        return compat.packed_spec(spec, cls.token_bytes(spec.head_size))
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Any:
+        """Head after head inside a block, blocks of a layer one after another (vLLM 0.30 and newer)."""
+        return compat.head_major_layouts()
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[blocks, H_kv, block, bytes] (vLLM up to 0.27)."""
+        return num_blocks, num_kv_heads, block_size, cls.token_bytes(head_size)
+
+
+@cache
+def page_format(config: TurboQuantConfig, key_bits: int, head_dim: int, block_size: int) -> PageFormat:
+    first = replace(config, initial_layers_count=1, initial_layers_key_bits=key_bits)
+    return KVCodec.build(first, 0, 1, head_dim).page_format(block_size)
+
+
+@cache
+def backend_of(config: TurboQuantConfig, key_bits: int) -> type[TurboQuantBackend]:
+    """The backend of layers with a page format."""
+    return type(f"TurboQuantBackend_k{key_bits}", (TurboQuantBackend,), {"config": config, "key_bits": key_bits})
+
+
+@dataclass(eq=False)
+class TurboQuantMetadata(AttentionMetadata):
+    """One step of a KV-cache group: vLLM's fields, and the plan that the layers share."""
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: torch.Tensor
+    max_seq_len: int
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    plan: StepPlan
+    rows: dict[int, torch.Tensor]
+    causal: bool = True
+
+
+class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
+    """Plans the exact ring and the query groups of a step.
+
+    What a captured graph reads is written into the same tensors every step: `lines` int32 [max_num_seqs, 4]
+    (`AttentionBatch.entries`), `index` int64 and `present` bool [max_num_seqs, window].
+    """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.block_size = kv_cache_spec.block_size
+        self.impls = [compat.layer_named(vllm_config, name).impl for name in layer_names]
+        memory, blocks = self.impls[0].memory, compat.kernel_blocks(vllm_config, self.block_size)
+        capacity = memory.ring_tokens // self.block_size if memory.window else 0
+        self.ring = ExactRing(blocks, self.block_size, memory.window, capacity, device)
+        for impl in self.impls:
+            impl.attach(self.ring)
+        rows = compat.max_batch(vllm_config)
+        self.all_rows = torch.arange(rows, device=device)
+        self.lines = torch.zeros(rows, 4, dtype=torch.int32, device=device)
+        self.index = torch.zeros(rows, self.ring.window, dtype=torch.int64, device=device)
+        self.present = torch.zeros(rows, self.ring.window, dtype=torch.bool, device=device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        compat.log_once(vllm_config, summary(vllm_config))
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Full graphs of decode and verify steps where the fast decode serves every compressed layer."""
+        impls = [layer.impl for layer in compat.attention_layers(vllm_config).values()]
+        ours = [impl for impl in impls if isinstance(impl, TurboQuantImpl)]
+        if all(impl.serves_graphs(kv_cache_spec.block_size) for impl in ours):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.NEVER
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> TurboQuantMetadata:
+        step = common_attn_metadata
+        compat.check_step(step)
+        count = step.num_reqs
+        batch = AttentionBatch(
+            step.query_start_loc[: count + 1].long(), step.seq_lens[:count].long(), step.block_table_tensor[:count],
+            self.block_size, compat.lens_on_host(step), self.lines[:count],
+        )  # fmt: skip
+        self.lines[:count] = batch.computed_entries()
+        window = self.ring.plan(batch)
+        self.index[:count], self.present[:count] = window.index, window.present
+        plan = StepPlan(batch, ExactWindow(self.index[:count], self.present[:count]))
+        return TurboQuantMetadata(
+            step.num_actual_tokens, step.max_query_len, step.query_start_loc, step.max_seq_len, step.seq_lens,
+            step.block_table_tensor, step.slot_mapping, plan, self._rows(batch),
+        )  # fmt: skip
+
+    def _rows(self, batch: AttentionBatch) -> dict[int, torch.Tensor]:
+        """Query groups: one of all rows where the lengths agree, padding included, as a captured graph needs it."""
+        lengths = {new for _, new, _ in batch.host_lens if new}
+        if len(lengths) == 1 and max(lengths) <= MAX_GRAPH_QUERY:
+            return {lengths.pop(): self.all_rows[: len(batch.seq_lens)]}
+        return batch.rows_by_length()
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """What a layer may use besides its pages: exact recent tokens (0 = none) and how many of them are kept at all."""
+
+    window: int
+    ring_tokens: int
+
+
+class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
+    """Attention of one layer on compressed pages."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        **unserved: Any,
+    ):
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
+        self.scale, self.sliding_window = float(scale), sliding_window or 0
+        self.kv_cache_dtype, self.logits_soft_cap = kv_cache_dtype, float(logits_soft_cap or 0.0)
+        self.host = compat.host_of_layer(PREFERRED_BLOCK)
+        self.bound: int | None = None
+
+    def configure(self, config: TurboQuantConfig, layer_index: int) -> None:
+        """Called when the layer has been made: what it is compressed with."""
+        self.config, self.layer_index = config, layer_index
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Codec and exact tokens; before vLLM measures what is left for pages."""
+        with compat.default_dtype(torch.float32):
+            self.codec = KVCodec.build(
+                self.config, self.layer_index, self.num_kv_heads, self.head_size, None, self.host.device
+            )
+        self.memory = self._plan_memory(act_dtype)
+        self.recent = RingData(
+            self.memory.ring_tokens, self.num_kv_heads, self.head_size, act_dtype, self.host.device
+        )  # fmt: skip
+
+    def _plan_memory(self, dtype: torch.dtype) -> LayerMemory:
+        """Windows of all requests that may run, or of as many as the ring's share of the memory holds."""
+        host, window = self.host, self.config.buffer_size
+        token_bytes = 2 * self.num_kv_heads * self.head_size * dtype.itemsize
+        blocks = window_blocks(window, host.block_size)
+        most = int(self.config.ring_share * host.cache_budget / (host.num_layers * token_bytes * host.block_size))
+        entries = min(blocks * host.max_num_seqs, most)
+        if entries < blocks:
+            return LayerMemory(0, 0)
+        return LayerMemory(window, entries * host.block_size)
+
+    def cache_on(self, ring: ExactRing, pages: torch.Tensor) -> LayerCache:
+        store = CompressedBlockStore(
+            self.codec, len(pages), self.num_kv_heads, ring.block_size, self.host.device, pages
+        )  # fmt: skip
+        return LayerCache(store, self.recent)
+
+    def without_pages(self, ring: ExactRing) -> LayerCache:
+        """The cache before vLLM has allocated its pages."""
+        shape = (0, self.num_kv_heads, self.codec.page_format(ring.block_size).page_bytes)
+        return self.cache_on(ring, torch.empty(shape, dtype=torch.uint8, device=self.host.device))
+
+    def serves_graphs(self, block_size: int) -> bool:
+        ring = ExactRing(0, block_size, 0, 0, self.host.device)
+        return choose_kernels(self.without_pages(ring), ring).decode is not None
+
+    def attach(self, ring: ExactRing) -> None:
+        """Join a KV-cache group."""
+        self.ring, self.bound = ring, None
+        self.cache = self.without_pages(ring)
+        kernels = choose_kernels(self.cache, ring, compat.dense_attention(self.recent.keys))
+        self.cache.encode = kernels.encode
+        self.scorer = HybridScorer(
+            self.scale, self.sliding_window, self.logits_soft_cap, kernels.history, kernels.fused
+        )  # fmt: skip
+
+    def bind(self, kv_cache: torch.Tensor) -> None:
+        """Take vLLM's [blocks, H_kv, block, bytes] as pages."""
+        if kv_cache.data_ptr() == self.bound:
+            return
+        pages = kv_cache.view(torch.uint8).flatten(2)
+        if pages.data_ptr() != kv_cache.data_ptr():
+            raise RuntimeError(f"pages of strides {kv_cache.stride()} are not contiguous per head")
+        if len(pages) > len(self.ring.slot_of_block):
+            raise RuntimeError(f"{len(pages)} pages, but the ring was planned for {len(self.ring.slot_of_block)}")
+        self.cache.store = self.cache_on(self.ring, pages).store
+        self.bound = kv_cache.data_ptr()
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        if kv_cache.numel():
+            self.bind(kv_cache)
+            self.cache.ingest(self.ring, key, value, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: TurboQuantMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise RuntimeError("fused output quantisation is not supported by turboquant")
+        if attn_metadata is None:  # profiling
+            return output.fill_(0)
+        self.bind(kv_cache)
+        heads = output.view(len(output), -1, self.head_size)
+        rows = query.view(len(query), -1, self.head_size)
+        self.scorer.attend(self.cache, attn_metadata.plan, rows, (key, value), heads, attn_metadata.rows)
+        return output
+
+
+_installed: list[compat.AttentionPatch] = []
+
+
+def install(config: TurboQuantConfig) -> None:
+    """Give attention layers that are made from now on compressed pages; again for another configuration."""
+    uninstall()
+    patch = compat.AttentionPatch(
+        lambda layer_class, arguments: backend_for(config, layer_class, arguments), lambda layer: made(config, layer)
+    )
+    patch.apply()
+    _installed.append(patch)
+
+
+def uninstall() -> None:
+    """Layers that are made from now on are vLLM's own."""
+    while _installed:
+        _installed.pop().undo()
+
+
+def backend_for(config: TurboQuantConfig, layer_class: type, arguments: dict[str, Any]) -> Any:
+    """The backend of a layer that is being made, or the reason (a string) why it stays native.
+
+    UnsupportedEngineError if it can neither be compressed nor stay native as it is.
+    """
+    index, count = compat.layer_place(arguments["prefix"])
+    if config.skips(index, count):
+        return "skip_layers"
+    if reason := compat.layer_stays_native(layer_class, arguments):
+        return reason
+    if objections := compat.arguments_objections(arguments):
+        raise UnsupportedEngineError(
+            f"turboquant cannot compress {arguments['prefix']}: {'; '.join(objections)}. Leave it out with skip_layers"
+        )
+    return backend_of(config, config.layer_key_bits(index))
+
+
+def made(config: TurboQuantConfig, layer: Any) -> None:
+    """A layer with one of our backends has been made."""
+    layer.impl.configure(config, compat.layer_place(layer.layer_name)[0])
+
+
+def summary(vllm_config: Any) -> str:
+    """One line: layers compressed and skipped and why, bytes per token, tokens of capacity."""
+    layers = compat.attention_layers(vllm_config)
+    ours = [layer for layer in layers.values() if isinstance(layer.impl, TurboQuantImpl)]
+    skipped = {name: compat.native_because(layer) for name, layer in layers.items() if layer not in ours}
+    packed = sum(layer.num_kv_heads * layer.get_attn_backend().token_bytes(layer.head_size) for layer in ours)
+    plain = sum(2 * layer.num_kv_heads * layer.head_size * layer.kv_cache_torch_dtype.itemsize for layer in ours)
+    config, ring = ours[0].impl.config, sum(layer.impl.recent.nbytes for layer in ours)
+    text = (
+        f"turboquant {config.name}: {len(ours)} layers compressed, {packed} instead of {plain} bytes per token "
+        f"({plain / packed:.2f} times the tokens), {ours[0].impl.memory.window} exact tokens of a request "
+        f"({ring / 2**20:.1f} MiB for {ours[0].impl.memory.ring_tokens} tokens)"
+    )
+    if tokens := compat.pool_tokens(vllm_config):
+        text += f"; {tokens} tokens of capacity"
+    return text + (f"; native: {skipped}" if skipped else "")

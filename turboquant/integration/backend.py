@@ -108,6 +108,18 @@ def backend_of(config: TurboQuantConfig, key_bits: int) -> type[TurboQuantBacken
     return type(f"TurboQuantBackend_k{key_bits}", (TurboQuantBackend,), {"config": config, "key_bits": key_bits})
 
 
+@dataclass
+class Counters:
+    """Tokens that a KV-cache group wrote, and cached ones that its queries read, per layer; dummy steps included."""
+
+    tokens_encoded: int = 0
+    tokens_read: int = 0
+
+    def add(self, lens: list[tuple[int, int, int]]) -> None:
+        self.tokens_encoded += sum(new for _, new, _ in lens)
+        self.tokens_read += sum(cached for _, new, cached in lens if new)
+
+
 @dataclass(eq=False)
 class TurboQuantMetadata(AttentionMetadata):
     """One step of a KV-cache group: vLLM's fields, and the plan that the layers share."""
@@ -138,8 +150,9 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         memory, blocks = self.impls[0].memory, compat.kernel_blocks(vllm_config, self.block_size)
         capacity = memory.ring_tokens // self.block_size if memory.window else 0
         self.ring = ExactRing(blocks, self.block_size, memory.window, capacity, device)
+        self.counters = Counters()
         for impl in self.impls:
-            impl.attach(self.ring)
+            impl.attach(self.ring, self.counters)
         rows = compat.max_batch(vllm_config)
         self.all_rows = torch.arange(rows, device=device)
         self.lines = torch.zeros(rows, 4, dtype=torch.int32, device=device)
@@ -167,6 +180,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             step.query_start_loc[: count + 1].long(), step.seq_lens[:count].long(), step.block_table_tensor[:count],
             self.block_size, compat.lens_on_host(step), self.lines[:count],
         )  # fmt: skip
+        self.counters.add(batch.host_lens)
         self.lines[:count] = batch.computed_entries()
         window = self.ring.plan(batch)
         self.index[:count], self.present[:count] = window.index, window.present
@@ -256,12 +270,13 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         ring = ExactRing(0, block_size, 0, 0, self.host.device)
         return choose_kernels(self.without_pages(ring), ring).decode is not None
 
-    def attach(self, ring: ExactRing) -> None:
+    def attach(self, ring: ExactRing, counters: Counters) -> None:
         """Join a KV-cache group."""
-        self.ring, self.bound = ring, None
+        self.ring, self.counters, self.bound = ring, counters, None
         self.cache = self.without_pages(ring)
         kernels = choose_kernels(self.cache, ring, compat.dense_attention(self.recent.keys))
         self.cache.encode = kernels.encode
+        self.table_bytes = self.codec.nbytes + kernels.nbytes
         self.scorer = HybridScorer(
             self.scale, self.sliding_window, self.logits_soft_cap, kernels.history, kernels.fused
         )  # fmt: skip
@@ -349,19 +364,45 @@ def made(config: TurboQuantConfig, layer: Any) -> None:
     layer.impl.configure(config, compat.layer_place(layer.layer_name)[0])
 
 
+def compressed_layers(vllm_config: Any) -> dict[str, Any]:
+    layers = compat.attention_layers(vllm_config)
+    return {name: layer for name, layer in layers.items() if isinstance(layer.impl, TurboQuantImpl)}
+
+
+def stats(vllm_config: Any) -> dict[str, Any]:
+    """Layers, bytes and counters of the native route in this worker; JSON-ready."""
+    ours = compressed_layers(vllm_config)
+    others = {n: layer for n, layer in compat.attention_layers(vllm_config).items() if n not in ours}
+    first = next(iter(ours.values())).impl
+    groups = {id(layer.impl.ring): layer.impl for layer in ours.values()}.values()
+    return {
+        "route": "native",
+        "preset": first.config.name,
+        "layers": list(ours),
+        "skipped": {name: compat.native_because(layer) for name, layer in others.items()},
+        "bytes_per_token_native": sum(compat.plain_token_bytes(layer) for layer in ours.values()),
+        "bytes_per_token_compressed": sum(
+            layer.num_kv_heads * layer.get_attn_backend().token_bytes(layer.head_size) for layer in ours.values()
+        ),
+        "capacity_tokens": compat.pool_tokens(vllm_config),
+        "page_bytes": sum(layer.kv_cache.nbytes for layer in ours.values()),
+        "window": first.memory.window,
+        "ring_tokens": first.memory.ring_tokens,
+        "ring_bytes": sum(layer.impl.recent.nbytes for layer in ours.values()) + sum(g.ring.nbytes for g in groups),
+        "table_bytes": sum(layer.impl.table_bytes for layer in ours.values()),
+        "tokens_encoded": sum(group.counters.tokens_encoded for group in groups),
+        "tokens_read": sum(group.counters.tokens_read for group in groups),
+    }
+
+
 def summary(vllm_config: Any) -> str:
     """One line: layers compressed and skipped and why, bytes per token, tokens of capacity."""
-    layers = compat.attention_layers(vllm_config)
-    ours = [layer for layer in layers.values() if isinstance(layer.impl, TurboQuantImpl)]
-    skipped = {name: compat.native_because(layer) for name, layer in layers.items() if layer not in ours}
-    packed = sum(layer.num_kv_heads * layer.get_attn_backend().token_bytes(layer.head_size) for layer in ours)
-    plain = sum(2 * layer.num_kv_heads * layer.head_size * layer.kv_cache_torch_dtype.itemsize for layer in ours)
-    config, ring = ours[0].impl.config, sum(layer.impl.recent.nbytes for layer in ours)
+    found = stats(vllm_config)
+    packed, plain = found["bytes_per_token_compressed"], found["bytes_per_token_native"]
     text = (
-        f"turboquant {config.name}: {len(ours)} layers compressed, {packed} instead of {plain} bytes per token "
-        f"({plain / packed:.2f} times the tokens), {ours[0].impl.memory.window} exact tokens of a request "
-        f"({ring / 2**20:.1f} MiB for {ours[0].impl.memory.ring_tokens} tokens)"
+        f"turboquant {found['preset']}: {len(found['layers'])} layers compressed, {packed} instead of {plain} bytes "
+        f"per token, {found['capacity_tokens']} tokens of capacity instead of about "
+        f"{found['capacity_tokens'] * packed // plain}, exact windows of {found['window']} tokens "
+        f"({found['ring_bytes'] / 2**20:.1f} MiB for {found['ring_tokens']} tokens)"
     )
-    if tokens := compat.pool_tokens(vllm_config):
-        text += f"; {tokens} tokens of capacity"
-    return text + (f"; native: {skipped}" if skipped else "")
+    return text + "".join(f"; {name} native: {reason}" for name, reason in found["skipped"].items())

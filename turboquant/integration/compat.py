@@ -109,6 +109,8 @@ def native_reason(layer: Any) -> str | None:
 def layer_objections(layer: Any) -> list[str]:
     """Features of an attention layer that the codec cannot serve."""
     impl, reasons = layer.impl, []
+    if hasattr(layer.get_attn_backend(), "token_bytes"):
+        return ["its pages are compressed from the start (native route); there is nothing left to hook"]
     if getattr(impl, "alibi_slopes", None) is not None:
         reasons.append("ALiBi")
     if getattr(impl, "sinks", None) is not None:
@@ -569,6 +571,11 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
 
 def layer_named(vllm_config: Any, name: str) -> Any:
     return vllm_config.compilation_config.static_forward_context[name]
+
+
+def plain_token_bytes(layer: Any) -> int:
+    """Bytes of a token in vLLM's own cache of the layer."""
+    return int(2 * layer.num_kv_heads * layer.head_size * layer.kv_cache_torch_dtype.itemsize)
 
 
 def native_because(layer: Any) -> str:

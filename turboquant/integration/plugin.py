@@ -4,6 +4,7 @@ It gives every worker the tq_* methods, callable by name over collective_rpc, an
 where it is asked for (`turboquant.integration.activation`).  Otherwise nothing changes.
 """
 
+import sys
 from typing import Any
 
 from turboquant.integration import activation, compat
@@ -25,6 +26,11 @@ def tq_free(self: Any) -> int:
 
 
 def tq_stats(self: Any) -> dict[str, Any]:
+    """Of the native route where the engine has it, else of the hooks."""
+    backend = sys.modules.get("turboquant.integration.backend")
+    if backend is not None and backend.compressed_layers(self.model_runner.vllm_config):
+        found: dict[str, Any] = backend.stats(self.model_runner.vllm_config)
+        return found
     return hooks.get_stats(self.model_runner)
 
 

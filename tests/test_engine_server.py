@@ -1,0 +1,104 @@
+"""vLLM's OpenAI server, started with nothing but the environment variable, and the official client."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm")
+openai = pytest.importorskip("openai")
+
+from turboquant.demo import smollm2  # noqa: E402
+
+TIMEOUT = 180
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """(address, log): `vllm serve` with TURBOQUANT=k4v4."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2())]
+    command += ["--served-model-name", "demo", "--port", str(port), "--host", "127.0.0.1", "--enforce-eager"]
+    command += ["--max-model-len", "1024", "--max-num-seqs", "16"]
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "VLLM_LOGGING_LEVEL")},
+        "TURBOQUANT": "k4v4",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(f"{address}/health", process, log)
+        yield address, log
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_for(url, process, log):
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            urllib.request.urlopen(url, timeout=5)
+            return
+        except OSError:
+            time.sleep(1)
+    raise TimeoutError(log.read_text()[-3000:])
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", timeout=TIMEOUT)
+
+
+def test_the_log_names_layers_bytes_and_capacity(server):
+    (line,) = [line for line in server[1].read_text().splitlines() if "turboquant k4v4:" in line]
+    assert "30 layers compressed" in line and "tokens of capacity" in line and "6120 instead of 23040 bytes" in line
+
+
+def test_completion_chat_and_streaming(client):
+    text = client.completions.create(
+        model="demo", prompt="The water cycle describes how water moves", max_tokens=8, temperature=0
+    )
+    assert text.choices[0].text.strip() and text.usage.completion_tokens == 8
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    chat = client.chat.completions.create(model="demo", messages=question, max_tokens=12, temperature=0)
+    assert "Paris" in chat.choices[0].message.content
+    stream = client.chat.completions.create(
+        model="demo", messages=question, max_tokens=12, temperature=0, stream=True
+    )
+    pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert len(pieces) > 1 and "".join(pieces) == chat.choices[0].message.content
+
+
+def test_many_clients_at_once(client):
+    """32 requests for 16 places; each repeats its own number."""
+    numbers = [str(1000 + 37 * i) for i in range(32)]
+
+    def ask(number):
+        prompt = f"Repeat: {number} {number} {number} " * 6
+        return client.completions.create(model="demo", prompt=prompt, max_tokens=8, temperature=0).choices[0].text
+
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(ask, numbers))
+    for number, answer in zip(numbers, answers, strict=True):
+        assert not [other for other in numbers if other != number and other in answer]
+    assert sum(number in answer for number, answer in zip(numbers, answers, strict=True)) >= 28
+
+
+def test_metrics(server):
+    text = urllib.request.urlopen(f"{server[0]}/metrics", timeout=30).read().decode()
+    assert "vllm:num_requests_running" in text and "vllm:kv_cache_usage_perc" in text

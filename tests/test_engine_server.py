@@ -77,9 +77,7 @@ def test_completion_chat_and_streaming(client):
     question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
     chat = client.chat.completions.create(model="demo", messages=question, max_tokens=12, temperature=0)
     assert "Paris" in chat.choices[0].message.content
-    stream = client.chat.completions.create(
-        model="demo", messages=question, max_tokens=12, temperature=0, stream=True
-    )
+    stream = client.chat.completions.create(model="demo", messages=question, max_tokens=12, temperature=0, stream=True)
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert len(pieces) > 1 and "".join(pieces) == chat.choices[0].message.content
 

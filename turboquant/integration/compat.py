@@ -448,7 +448,8 @@ def slotted_spec(spec: Any, token_bytes: int) -> Any:
 
 
 def head_major_layouts() -> Any:
-    from vllm.v1.kv_cache_interface import KVCacheLayout
+    """Layouts in which a block's heads lie one after another, and a layer's blocks too (0.30.0 and newer)."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
 
     return (KVCacheLayout.LBHNC,)
 

@@ -159,7 +159,8 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         self.index = torch.zeros(rows, self.ring.window, dtype=torch.int64, device=device)
         self.present = torch.zeros(rows, self.ring.window, dtype=torch.bool, device=device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        compat.log_once(vllm_config, summary(vllm_config))
+        if all(layer.impl.attached for layer in compressed_layers(vllm_config).values()):
+            compat.log_once(vllm_config, summary(vllm_config))  # the last group has joined
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -227,6 +228,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.scale, self.sliding_window = float(scale), sliding_window or 0
         self.kv_cache_dtype, self.logits_soft_cap = kv_cache_dtype, float(logits_soft_cap or 0.0)
         self.host = compat.host_of_layer(PREFERRED_BLOCK)
+        self.attached = False
         self.bound: int | None = None
 
     def configure(self, config: TurboQuantConfig, layer_index: int) -> None:
@@ -234,7 +236,9 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.config, self.layer_index = config, layer_index
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Codec and exact tokens; before vLLM measures what is left for pages."""
+        """Codec and exact tokens; before vLLM measures what is left for pages.  Weights may be loaded again."""
+        if hasattr(self, "codec"):
+            return
         with compat.default_dtype(torch.float32):
             self.codec = KVCodec.build(
                 self.config, self.layer_index, self.num_kv_heads, self.head_size, None, self.host.device
@@ -272,7 +276,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
 
     def attach(self, ring: ExactRing, counters: Counters) -> None:
         """Join a KV-cache group."""
-        self.ring, self.counters, self.bound = ring, counters, None
+        self.ring, self.counters, self.attached, self.bound = ring, counters, True, None
         self.cache = self.without_pages(ring)
         kernels = choose_kernels(self.cache, ring, compat.dense_attention(self.recent.keys))
         self.cache.encode = kernels.encode

@@ -17,6 +17,18 @@ openai = pytest.importorskip("openai")
 from turboquant.demo import smollm2  # noqa: E402
 
 TIMEOUT = 180
+COMMAND = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+
+
+def environment(preset):
+    hidden = ("TRITON_INTERPRET", "VLLM_LOGGING_LEVEL")
+    return {
+        **{name: value for name, value in os.environ.items() if name not in hidden},
+        "TURBOQUANT": preset,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +38,12 @@ def server(tmp_path_factory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2())]
-    command += ["--served-model-name", "demo", "--port", str(port), "--host", "127.0.0.1", "--enforce-eager"]
-    command += ["--max-model-len", "1024", "--max-num-seqs", "16"]
-    environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "VLLM_LOGGING_LEVEL")},
-        "TURBOQUANT": "k4v4",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    options = ["--served-model-name", "demo", "--port", str(port), "--host", "127.0.0.1", "--enforce-eager"]
+    options += ["--max-model-len", "1024", "--max-num-seqs", "16"]
     with log.open("w") as file:
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*COMMAND, str(smollm2()), *options], env=environment("k4v4"), stdout=file, stderr=subprocess.STDOUT
+        )
     address = f"http://127.0.0.1:{port}"
     try:
         wait_for(f"{address}/health", process, log)
@@ -100,3 +106,11 @@ def test_many_clients_at_once(client):
 def test_metrics(server):
     text = urllib.request.urlopen(f"{server[0]}/metrics", timeout=30).read().decode()
     assert "vllm:num_requests_running" in text and "vllm:kv_cache_usage_perc" in text
+
+
+def test_an_unknown_preset_does_not_start():
+    done = subprocess.run(
+        [*COMMAND, str(smollm2())], env=environment("k4v44"), capture_output=True, text=True, timeout=TIMEOUT
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "unknown preset 'k4v44'" in done.stderr and "did you mean 'k4v4'?" in done.stderr

@@ -391,5 +391,5 @@ def test_import_paths_of_the_prototype():
 
     assert old.install_turboquant_hooks is install_hooks and old.set_mode is set_mode
     assert (old.MODE_ACTIVE, old.MODE_SHADOW, old.MODE_ACCUMULATE) == ("hybrid", "capture_only", "capture_only")
-    with pytest.raises(NotImplementedError, match="not available in this version"):
-        old.enable_no_alloc()
+    with pytest.raises(ValueError, match="did you mean 'k4v4'"):
+        old.enable_no_alloc("k4v44")

@@ -166,6 +166,25 @@ def compile_decode(capability, case):
     return found
 
 
+def compile_ring(capability):
+    """The kernels that plan the exact ring, for 256 requests with windows of 128 tokens."""
+    from turboquant.kernels import ring
+
+    types = {
+        "*i32": "QUERY_START SEQ_LENS TABLE LINES",
+        "*i64": "SLOT_OF_BLOCK OWNER USED INDEX",
+        "*u8": "WRITTEN PRESENT",
+    }
+    values = {name: kind for kind, names in types.items() for name in names.split()}
+    sizes = {"W": 128, "BS": 32, "COLS": 8, "ROWS": ring.REQUESTS, "CAPACITY": 1280, "ENTRIES": 2048, "BYTES": 32}
+    values |= dict.fromkeys(ring.COUNTS, 1001) | sizes | {"RETIRED": 0, "WINDOW": 128}
+    kernels = {"plan": (ring._plan_kernel, 8), "locate": (ring._locate_kernel, 4)}
+    return {
+        name: resources(compile_for(kernel, {a: values[a] for a in kernel.arg_names}, capability, num_warps=warps))
+        for name, (kernel, warps) in kernels.items()
+    }
+
+
 def in_a_process(what, capability):
     """What this file, run as a program without the interpreter, reports."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -205,10 +224,20 @@ def test_fast_decode(capability):
             assert usage["STACK"] <= MAX_STACK[name.split()[0]] and usage["LOCAL"] == 0, (case, name, usage)
 
 
+@needs_tools
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_ring(capability):
+    found = in_a_process("ring", capability)
+    assert set(found) == {"plan", "locate"}
+    assert all(usage["STACK"] == usage["LOCAL"] == 0 for usage in found.values())
+
+
 if __name__ == "__main__":
     chosen = int(sys.argv[2])
     if sys.argv[1] == "encode":
         report = {f"{config} {tokens}": compile_encode(chosen, config, tokens) for config, tokens in CASES}
+    elif sys.argv[1] == "ring":
+        report = compile_ring(chosen)
     else:
         cases = [case for case in DECODES if case[0] != 8 or chosen >= 90]  # fp8 keys from 8.9
         report = {str(case): compile_decode(chosen, case) for case in cases}

@@ -162,6 +162,18 @@ class ExactRing:
         owner[victim], used[victim], written[victim] = torch.where(given, blocks, -1), self.step, False
 
 
+# (ring, batch, lines, window): `ExactRing.plan` into window, `AttentionBatch.entries` into lines int32 [R, 4]
+PlanKernel = Callable[[ExactRing, AttentionBatch, torch.Tensor, ExactWindow], None]
+
+
+def plan_in_torch(ring: ExactRing, batch: AttentionBatch, lines: torch.Tensor, window: ExactWindow) -> None:
+    """The twin of a `PlanKernel`."""
+    lines.copy_(batch.computed_entries())
+    planned = ring.plan(batch)
+    window.index.copy_(planned.index)
+    window.present.copy_(planned.present)
+
+
 class RingData:
     """Exact keys and values of one layer: [tokens, H_kv, d] in the cache's dtype, `ExactRing.tokens` or more."""
 

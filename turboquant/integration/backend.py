@@ -27,7 +27,7 @@ from turboquant.codec import KVCodec
 from turboquant.config import TurboQuantConfig
 from turboquant.integration import compat
 from turboquant.integration.vllm import UnsupportedEngineError
-from turboquant.kernels import choose_kernels
+from turboquant.kernels import choose_kernels, choose_plan
 from turboquant.page import PageFormat
 from turboquant.score import HybridScorer
 from turboquant.store import CompressedBlockStore
@@ -150,6 +150,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         memory, blocks = self.impls[0].memory, compat.kernel_blocks(vllm_config, self.block_size)
         capacity = memory.ring_tokens // self.block_size if memory.window else 0
         self.ring = ExactRing(blocks, self.block_size, memory.window, capacity, device)
+        self.plan_ring = choose_plan(self.ring.owner.device)
         self.counters = Counters()
         for impl in self.impls:
             impl.attach(self.ring, self.counters)
@@ -182,10 +183,8 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             self.block_size, compat.lens_on_host(step), self.lines[:count],
         )  # fmt: skip
         self.counters.add(batch.host_lens)
-        self.lines[:count] = batch.computed_entries()
-        window = self.ring.plan(batch)
-        self.index[:count], self.present[:count] = window.index, window.present
         plan = StepPlan(batch, ExactWindow(self.index[:count], self.present[:count]))
+        self.plan_ring(self.ring, batch, self.lines[:count], plan.window)
         return TurboQuantMetadata(
             step.num_actual_tokens, step.max_query_len, step.query_start_loc, step.max_seq_len, step.seq_lens,
             step.block_table_tensor, step.slot_mapping, plan, self._rows(batch),

@@ -5,6 +5,7 @@ decode      attention of few query rows, fast: NVIDIA, Lloyd-Max and fp8 (gluon_
 prefill     attention of long chunks on top of a dense kernel, from a small workspace of decoded tokens
 history     attention over compressed tokens, portable: any codec, any number of rows
 transcode   compressed pages to plain rows (pages: how kernels read them)
+ring        the exact ring's plan of a step
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from turboquant.capture import EncodeKernel, ExactRing, LayerCache
+from turboquant.capture import EncodeKernel, ExactRing, LayerCache, PlanKernel, plan_in_torch
 from turboquant.score import FusedKernel, HistoryKernel
 
 if TYPE_CHECKING:
@@ -63,6 +64,15 @@ def choose_kernels(layer: LayerCache, ring: ExactRing, attention: "DenseAttentio
         StagedPrefill(layer, attention) if attention is not None else None,
         reason,
     )
+
+
+def choose_plan(device: torch.device) -> PlanKernel:
+    """What plans the ring on a device."""
+    if device.type == "cpu" or find_spec("triton") is None:
+        return plan_in_torch
+    from turboquant.kernels import ring
+
+    return ring.plan
 
 
 @cache

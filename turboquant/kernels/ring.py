@@ -1,0 +1,153 @@
+"""The exact ring's plan of a step in two launches; its twin is `turboquant.capture.ExactRing.plan`.
+
+The twin is some sixty small launches, which a decode step of a few milliseconds feels.  One program plans: its phases
+follow one another, and entries are given out one by one, of which a decode step needs few (a request enters a new
+block every `block_size` tokens).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from turboquant.batch import AttentionBatch
+from turboquant.capture import RETIRED, ExactRing, ExactWindow, window_blocks
+
+REQUESTS = 64  # of a tile of the planning program
+COUNTS = ["table_stride", "columns", "requests", "step"]  # whatever they are, one compiled kernel serves
+
+
+@triton.jit
+def _lens(QUERY_START, SEQ_LENS, row, requests):
+    """Cached tokens and tokens after this step, of each request: (history, seq), int64."""
+    real = row < requests
+    seq = tl.load(SEQ_LENS + row, mask=real, other=0).to(tl.int64)
+    start = tl.load(QUERY_START + row, mask=real, other=0).to(tl.int64)
+    new = tl.load(QUERY_START + row + 1, mask=real, other=0).to(tl.int64) - start
+    new = tl.where(seq > 0, tl.minimum(new, seq), 0)
+    return seq - new, seq, start, new
+
+
+@triton.jit
+def _blocks(TABLE, table_stride, columns, row, requests, start, end, BS: tl.constexpr, COLS: tl.constexpr):
+    """Physical blocks that hold positions [start, end): int64 [rows, COLS], -1 for none."""
+    logical = (tl.maximum(start, 0) // BS)[:, None] + tl.arange(0, COLS)[None, :]
+    wanted = (logical * BS < end[:, None]) & (row < requests)[:, None]
+    place = row.to(tl.int64)[:, None] * table_stride + tl.minimum(logical, columns - 1)
+    return tl.load(TABLE + place, mask=wanted, other=-1).to(tl.int64)
+
+
+@triton.jit
+def _touch(SLOT_OF_BLOCK, USED, blocks, clock):
+    entry = tl.load(SLOT_OF_BLOCK + blocks, mask=blocks >= 0, other=-1)
+    tl.store(USED + entry, tl.zeros_like(entry) + clock, mask=entry >= 0)
+
+
+@triton.jit
+def _give(SLOT_OF_BLOCK, OWNER, USED, WRITTEN, block, step, CAPACITY: tl.constexpr, ENTRIES: tl.constexpr,
+          BS: tl.constexpr, BYTES: tl.constexpr):  # fmt: skip
+    """Give a block without entry the least recently used one, if that is not in use by this step."""
+    number = tl.arange(0, ENTRIES)
+    used = tl.load(USED + number, mask=number < CAPACITY, other=step)
+    one = tl.zeros([1], tl.int64)
+    victim = tl.argmin(used, 0, tie_break_left=True) + one
+    free = tl.min(used, 0) + one < step
+    evicted = tl.load(OWNER + victim, mask=free, other=-1)
+    tl.debug_barrier()
+    tl.store(SLOT_OF_BLOCK + evicted, one - 1, mask=free & (evicted >= 0))
+    tl.debug_barrier()
+    tl.store(SLOT_OF_BLOCK + block + one, victim, mask=free)
+    tl.store(OWNER + victim, block + one, mask=free)
+    tl.store(USED + victim, step + one, mask=free)
+    byte = tl.arange(0, BYTES)
+    tl.store(WRITTEN + victim * BS + byte, tl.zeros([BYTES], tl.uint8), mask=free & (byte < BS))
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _plan_kernel(
+    QUERY_START, SEQ_LENS, TABLE, SLOT_OF_BLOCK, OWNER, USED, WRITTEN, table_stride, columns, requests, step,
+    W: tl.constexpr, BS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr,
+    ENTRIES: tl.constexpr, BYTES: tl.constexpr, RETIRED: tl.constexpr,
+):  # fmt: skip
+    for phase in tl.static_range(4):
+        for first in range(0, requests, ROWS):
+            row = first + tl.arange(0, ROWS)
+            history, seq, _, _ = _lens(QUERY_START, SEQ_LENS, row, requests)
+            kept = seq - 1 - W  # where the windows of the next steps begin
+            if phase == 0:
+                blocks = _blocks(TABLE, table_stride, columns, row, requests, history - W - BS, kept, BS, COLS)
+                _touch(SLOT_OF_BLOCK, USED, blocks, RETIRED)
+            elif phase == 1:
+                blocks = _blocks(TABLE, table_stride, columns, row, requests, history - W, history, BS, COLS)
+                _touch(SLOT_OF_BLOCK, USED, blocks, step - 1)
+            elif phase == 2:
+                blocks = _blocks(TABLE, table_stride, columns, row, requests, kept, history, BS, COLS)
+                _touch(SLOT_OF_BLOCK, USED, blocks, step)
+            else:
+                start = tl.maximum(history, kept + 1)
+                blocks = _blocks(TABLE, table_stride, columns, row, requests, start, seq, BS, COLS)
+                _touch(SLOT_OF_BLOCK, USED, blocks, step)
+        tl.debug_barrier()
+    for first in range(0, requests, ROWS):
+        row = first + tl.arange(0, ROWS)
+        history, seq, _, _ = _lens(QUERY_START, SEQ_LENS, row, requests)
+        start = tl.maximum(history, seq - W)
+        blocks = _blocks(TABLE, table_stride, columns, row, requests, start, seq, BS, COLS)
+        entry = tl.load(SLOT_OF_BLOCK + blocks, mask=blocks >= 0, other=0)
+        order = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+        waiting = tl.where((blocks >= 0) & (entry < 0), order, ROWS * COLS)
+        chosen = tl.min(tl.min(waiting, 1), 0)
+        while chosen < ROWS * COLS:
+            block = tl.max(tl.max(tl.where(order == chosen, blocks, -1), 1), 0)
+            _give(SLOT_OF_BLOCK, OWNER, USED, WRITTEN, block, step, CAPACITY, ENTRIES, BS, BYTES)
+            waiting = tl.where(order == chosen, ROWS * COLS, waiting)
+            chosen = tl.min(tl.min(waiting, 1), 0)
+
+
+@triton.jit(do_not_specialize=COUNTS[:3])
+def _locate_kernel(
+    QUERY_START, SEQ_LENS, TABLE, SLOT_OF_BLOCK, WRITTEN, LINES, INDEX, PRESENT, table_stride, columns, requests,
+    W: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Of one request: its line of `AttentionBatch.entries`, and where the last W cached tokens are."""
+    row = tl.program_id(0)
+    history, _, start, new = _lens(QUERY_START, SEQ_LENS, row, requests)
+    tl.store(LINES + row * 4, row)
+    tl.store(LINES + row * 4 + 1, start.to(tl.int32))
+    tl.store(LINES + row * 4 + 2, new.to(tl.int32))
+    tl.store(LINES + row * 4 + 3, history.to(tl.int32))
+    if W > 0:
+        column = tl.arange(0, WINDOW)
+        position = history - W + column
+        known = (position >= 0) & (column < W)
+        logical = tl.minimum(tl.maximum(position, 0) // BS, columns - 1)
+        block = tl.load(TABLE + row.to(tl.int64) * table_stride + logical, mask=known, other=0).to(tl.int64)
+        entry = tl.load(SLOT_OF_BLOCK + block, mask=known, other=-1)
+        place = entry * BS + tl.maximum(position, 0) % BS
+        written = tl.load(WRITTEN + place, mask=known & (entry >= 0), other=0) != 0
+        target = row * W + column
+        tl.store(INDEX + target, tl.where(written, place, 0), mask=column < W)
+        tl.store(PRESENT + target, written.to(tl.uint8), mask=column < W)
+
+
+def plan(ring: ExactRing, batch: AttentionBatch, lines: torch.Tensor, window: ExactWindow) -> None:
+    """`ExactRing.plan` into window [R, W], and `AttentionBatch.entries` into lines int32 [R, 4], without allocating.
+
+    Block tables must not name a block twice for tokens written in this step, as vLLM's do not.
+    """
+    ring.step += 2
+    requests, size = len(batch.seq_lens), ring.block_size
+    common = (batch.query_start, batch.seq_lens, batch.block_table, ring.slot_of_block)
+    sizes = (batch.block_table.stride(0), batch.block_table.shape[1], requests)
+    written = ring.written.view(torch.uint8)
+    if ring.window:
+        _plan_kernel[(1,)](
+            *common, ring.owner, ring.used, written, *sizes, ring.step, W=ring.window, BS=size,
+            COLS=triton.next_power_of_2(window_blocks(ring.window, size) + 1), ROWS=REQUESTS, CAPACITY=ring.capacity,
+            ENTRIES=triton.next_power_of_2(ring.capacity), BYTES=triton.next_power_of_2(size), RETIRED=RETIRED,
+            num_warps=8,
+        )  # fmt: skip
+    _locate_kernel[(requests,)](
+        *common, written, lines, window.index, window.present.view(torch.uint8), *sizes, W=ring.window, BS=size,
+        WINDOW=triton.next_power_of_2(max(ring.window, 1)),
+    )  # fmt: skip

@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from turboquant import enable_no_alloc
 from turboquant.config import TurboQuantConfig
@@ -97,6 +98,7 @@ def arguments(**changed):
 OBJECTIONS = [
     ({"alibi_slopes": [0.5]}, "ALiBi"),
     ({"extra_impl_args": {"sinks": object()}}, "sinks"),
+    ({"extra_impl_args": {"chunk_lookback": 3}}, "chunk_lookback=3"),
     ({"kv_sharing_target_layer_name": "model.layers.1"}, "shares the cache of model.layers.1"),
     ({"cache_config": SimpleNamespace(cache_dtype="fp8", sliding_window=None)}, "kv_cache_dtype='fp8'"),
     ({"head_size_v": 128}, "value head size 128"),
@@ -158,6 +160,7 @@ ENGINES = [
     ({"speculative_config": SimpleNamespace(method="eagle")}, "'eagle'"),
     ({"model_config": SimpleNamespace(enable_sleep_mode=True, use_mla=False)}, "enable_sleep_mode"),
     ({"model_config": SimpleNamespace(enable_sleep_mode=False, use_mla=True)}, "MLA"),
+    ({"model_config": SimpleNamespace(is_mm_prefix_lm=True)}, "both directions"),
 ]
 
 
@@ -187,3 +190,17 @@ def test_attention_is_vllms_own_unless_asked_for(environment):
     assert Attention.__init__ is not before["__init__"]
     backend.uninstall()
     assert dict(vars(Attention)) == before
+
+
+def test_lens_on_host_pad_what_is_shorter_than_the_batch():
+    from turboquant.integration import compat
+
+    step = SimpleNamespace(
+        num_reqs=5,
+        query_start_loc_cpu=torch.tensor([0, 1, 4, 4]),
+        seq_lens_cpu_upper_bound=torch.tensor([9, 3, 0]),
+        seq_lens=None,
+    )
+    assert compat.lens_on_host(step) == [(0, 1, 8), (1, 3, 0), (4, 0, 0), (4, 0, 0), (4, 0, 0)]
+    step = SimpleNamespace(num_reqs=1, query_start_loc_cpu=torch.tensor([0, 2]), seq_lens=torch.tensor([7, 5]))
+    assert compat.lens_on_host(step) == [(0, 2, 5)]

@@ -493,8 +493,11 @@ def arguments_objections(arguments: dict[str, Any]) -> list[str]:
         reasons.append(f"kv_cache_dtype={dtype!r}; use 'auto'")
     if arguments["alibi_slopes"] is not None:
         reasons.append("ALiBi")
-    if arguments["extra_impl_args"].get("sinks") is not None:
-        reasons.append("attention sinks")
+    for name, value in arguments["extra_impl_args"].items():
+        if name == "sinks" and value is not None:
+            reasons.append("attention sinks")
+        elif value not in (None, False, -1):
+            reasons.append(f"{name}={value!r}, which turboquant does not know")
     if arguments["kv_sharing_target_layer_name"] is not None:
         reasons.append(f"it shares the cache of {arguments['kv_sharing_target_layer_name']}")
     value_size = arguments["head_size_v"]
@@ -518,6 +521,8 @@ def config_objections(vllm_config: Any) -> list[str]:
         reasons.append(f"speculative method={speculative.method!r}: only 'ngram' is supported")
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         reasons.append("enable_sleep_mode=True discards the exact tokens of the ring; turn it off")
+    if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
+        reasons.append("the model attends to images in both directions")
     if getattr(vllm_config.model_config, "use_mla", False):
         reasons.append("the model has multi-head latent attention (MLA)")
     return reasons
@@ -605,6 +610,9 @@ def max_batch(vllm_config: Any) -> int:
 def check_step(step: Any) -> None:
     if step.causal is not True:
         raise RuntimeError(f"turboquant serves causal decoder attention only; this step has causal={step.causal!r}")
+    for name in ("rswa_prefix_lens", "mm_req_doc_ranges"):
+        if getattr(step, name, None) is not None:
+            raise RuntimeError(f"turboquant serves causal decoder attention only; this step has {name}")
 
 
 def lens_on_host(step: Any) -> list[tuple[int, int, int]]:
@@ -616,11 +624,14 @@ def lens_on_host(step: Any) -> list[tuple[int, int, int]]:
     bounds = getattr(step, "seq_lens_cpu_upper_bound", None)
     if bounds is None:
         bounds = getattr(step, "_seq_lens_cpu", None)
-    lens = (step.seq_lens if bounds is None else bounds)[: step.num_reqs].tolist()
-    return [
-        (start, min(end - start, total), total - min(end - start, total)) if total > 0 else (start, 0, 0)
-        for start, end, total in zip(starts[:-1], starts[1:], lens, strict=True)
-    ]
+    totals = (step.seq_lens if bounds is None else bounds)[: step.num_reqs].tolist()
+    totals += [0] * (step.num_reqs - len(totals))  # graphs are padded on the device, and not always here
+    starts += starts[-1:] * (step.num_reqs + 1 - len(starts))
+    lens = []
+    for start, end, total in zip(starts[:-1], starts[1:], totals, strict=True):
+        new = min(end - start, total)
+        lens.append((start, new, total - new))
+    return lens
 
 
 def log_once(vllm_config: Any, text: str) -> None:

@@ -9,7 +9,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["turboquant", "turboquant.*"]), "turboquant.codebooks"],
     package_dir={"turboquant.codebooks": "codebooks"},
-    package_data={"turboquant.codebooks": ["*.json"]},
+    package_data={"turboquant.codebooks": ["*.json"], "turboquant": ["data/*.txt"]},
     install_requires=["torch>=2.6", "numpy>=1.26"],
     extras_require={
         "vllm": ["vllm>=0.26"],

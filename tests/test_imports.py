@@ -17,7 +17,7 @@ LAYERS = [
     ("packing", "rotation", "codebook", "page", "config"),
     ("quantizer",),
     ("codec",),
-    ("batch", "store"),
+    ("batch", "store", "calibration"),
     ("capture",),
     ("score",),
     ("kernels", "kv_cache"),

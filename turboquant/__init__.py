@@ -17,6 +17,7 @@ _LAZY = {
     "TurboQuantMSE": "turboquant.quantizer",
     "TurboQuantProd": "turboquant.quantizer",
     "attach": "turboquant.integration.attach",
+    "calibrate": "turboquant.integration.calibrate",
     "enable_no_alloc": "turboquant.vllm_attn_backend",
     "free_kv_cache": _HOOKS,
     "get_mode": _HOOKS,

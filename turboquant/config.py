@@ -100,6 +100,7 @@ class TurboQuantConfig:
     initial_layers_count, initial_layers_key_bits: so many first layers get this key width instead.
     value_group: coordinates per group of "group" values; reduced to a divisor of the head size where it is none.
     shadow_interval: in capture_only, score every n-th step both ways and record the error; 0 for never.
+    calibration: file with key transforms (`turboquant.calibrate`); "" for none.
     """
 
     key_bits: int = 4
@@ -116,6 +117,7 @@ class TurboQuantConfig:
     initial_layers_count: int = 0
     initial_layers_key_bits: int = 8
     shadow_interval: int = 0
+    calibration: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
@@ -139,6 +141,8 @@ class TurboQuantConfig:
             raise choice_error("rotation", self.rotation, ROTATIONS)
 
     def _check_sizes(self) -> None:
+        if not isinstance(self.calibration, str):
+            raise ValueError(f"calibration={self.calibration!r} must be the path of a calibration file")
         for name in ("buffer_size", "initial_layers_count", "shadow_interval", "seed"):
             if not is_int(getattr(self, name)) or getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be an integer of at least 0")

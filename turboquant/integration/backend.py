@@ -22,10 +22,12 @@ from vllm.v1.attention.backend import (
 )
 
 from turboquant.batch import AttentionBatch
+from turboquant.calibration import of_layer
 from turboquant.capture import ExactRing, ExactWindow, LayerCache, RingData, StepPlan, window_blocks
-from turboquant.codec import KVCodec
+from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import TurboQuantConfig
 from turboquant.integration import compat
+from turboquant.integration.calibration_file import load_transforms
 from turboquant.integration.vllm import UnsupportedEngineError
 from turboquant.kernels import choose_kernels, choose_plan
 from turboquant.page import PageFormat
@@ -230,9 +232,9 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.attached = False
         self.bound: int | None = None
 
-    def configure(self, config: TurboQuantConfig, layer_index: int) -> None:
+    def configure(self, config: TurboQuantConfig, name: str, layer_index: int) -> None:
         """Called when the layer has been made: what it is compressed with."""
-        self.config, self.layer_index = config, layer_index
+        self.config, self.name, self.layer_index = config, name, layer_index
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Codec and exact tokens; before vLLM measures what is left for pages.  Weights may be loaded again."""
@@ -240,12 +242,18 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             return
         with compat.default_dtype(torch.float32):
             self.codec = KVCodec.build(
-                self.config, self.layer_index, self.num_kv_heads, self.head_size, None, self.host.device
+                self.config, self.layer_index, self.num_kv_heads, self.head_size, self._transform(), self.host.device
             )
         self.memory = self._plan_memory(act_dtype)
         self.recent = RingData(
             self.memory.ring_tokens, self.num_kv_heads, self.head_size, act_dtype, self.host.device
         )  # fmt: skip
+
+    def _transform(self) -> KeyTransform | None:
+        if not self.config.calibration:
+            return None
+        transforms = load_transforms(self.config.calibration)
+        return of_layer(transforms, self.name, compat.tensor_parallel_place(), self.num_kv_heads)
 
     def _plan_memory(self, dtype: torch.dtype) -> LayerMemory:
         """Windows of all requests that may run, or of as many as the ring's share of the memory holds."""
@@ -364,7 +372,7 @@ def backend_for(config: TurboQuantConfig, layer_class: type, arguments: dict[str
 
 def made(config: TurboQuantConfig, layer: Any) -> None:
     """A layer with one of our backends has been made."""
-    layer.impl.configure(config, compat.layer_place(layer.layer_name)[0])
+    layer.impl.configure(config, layer.layer_name, compat.layer_place(layer.layer_name)[0])
 
 
 def compressed_layers(vllm_config: Any) -> dict[str, Any]:

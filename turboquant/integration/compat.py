@@ -87,6 +87,13 @@ def is_recurrent_spec(spec: Any) -> bool:
     return any(base.__name__ == "MambaSpec" for base in type(spec).__mro__)
 
 
+def tensor_parallel_place() -> tuple[int, int]:
+    """This worker's tensor-parallel rank and the number of ranks."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
 # ---- attention layers ------------------------------------------------------------------------------------------
 def native_reason(layer: Any) -> str | None:
     """Why a layer can only stay native, or None if it is ordinary decoder attention."""

@@ -7,7 +7,7 @@ where it is asked for (`turboquant.integration.activation`).  Otherwise nothing 
 import sys
 from typing import Any
 
-from turboquant.integration import activation, compat
+from turboquant.integration import activation, calibrate, compat
 from turboquant.integration import vllm as hooks
 
 
@@ -38,6 +38,14 @@ def tq_uninstall(self: Any) -> None:
     hooks.uninstall(self.model_runner)
 
 
+def tq_calibration_start(self: Any) -> None:
+    calibrate.start(self.model_runner)
+
+
+def tq_calibration_finish(self: Any) -> calibrate.Figures:
+    return calibrate.finish(self.model_runner)
+
+
 def tq_call(self: Any, method: str, *args: Any, **kwargs: Any) -> tuple[str, Any]:
     """One of the methods above, with refusals as data: ("ok", result) or (name of the error class, message).
 
@@ -51,7 +59,9 @@ def tq_call(self: Any, method: str, *args: Any, **kwargs: Any) -> tuple[str, Any
         return ValueError.__name__, str(error)
 
 
-WORKER_METHODS = (tq_install, tq_set_mode, tq_free, tq_stats, tq_uninstall, tq_call)
+WORKER_METHODS = (
+    tq_install, tq_set_mode, tq_free, tq_stats, tq_uninstall, tq_calibration_start, tq_calibration_finish, tq_call
+)  # fmt: skip
 
 
 def activate(vllm_config: Any) -> None:

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from turboquant.calibration import of_layer
 from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan, window_blocks
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import MODE_POLICIES, Mode, ModePolicy, SkippedLayer, TurboQuantConfig, parse_mode
 from turboquant.integration import compat
+from turboquant.integration.calibration_file import load_transforms
 from turboquant.kernels import choose_kernels
 from turboquant.score import HybridScorer
 
@@ -428,7 +430,7 @@ def install_turboquant_hooks(
     """Hook every attention layer of a live model runner and switch to `mode`.
 
     key_bits, value_bits, buffer_size, preset, options: see `TurboQuantConfig`.
-    key_transforms: affine key map per layer name; identity where absent.
+    key_transforms: affine key map per layer name, identity where absent; instead of those of a calibration file.
     Raises UnsupportedEngineError with all reasons, ValueError for bad options, RuntimeError if already installed.
     """
     config = TurboQuantConfig.from_options(
@@ -440,7 +442,7 @@ def install_turboquant_hooks(
     names, skipped = select_layers(model_runner, config)
     handle = HookHandle(model_runner, config, skipped=skipped)
     try:
-        build_caches(handle, names, dict(key_transforms or {}))
+        build_caches(handle, names, dict(key_transforms or calibrated(handle, names)))
     except torch.cuda.OutOfMemoryError as error:
         raise HookError(f"no room for the compressed cache beside the native one: {error}; "
                         "lower gpu_memory_utilization or num_gpu_blocks_override") from error  # fmt: skip
@@ -489,6 +491,15 @@ def raise_objections(runner: Any, layers: dict[str, Any], names: list[str], skip
     if reasons:
         listed = "\n- ".join(reasons)
         raise UnsupportedEngineError(f"turboquant cannot serve this engine (vLLM {compat.vllm_version()}):\n- {listed}")
+
+
+def calibrated(handle: HookHandle, names: list[str]) -> dict[str, KeyTransform]:
+    """Key transforms of the configuration's calibration file, for the KV heads of this rank."""
+    if not handle.config.calibration:
+        return {}
+    transforms, layers = load_transforms(handle.config.calibration), compat.all_layers(handle.runner)
+    place = compat.tensor_parallel_place()
+    return {name: of_layer(transforms, name, place, layers[name].num_kv_heads) for name in names}
 
 
 def build_caches(handle: HookHandle, names: list[str], transforms: dict[str, KeyTransform]) -> None:

@@ -1,0 +1,112 @@
+"""Gather the statistics of a running engine's keys and queries, and write its calibration file.
+
+turboquant.calibrate(llm, "model.safetensors")                   # on the text of the package
+turboquant.calibrate(llm, "model.safetensors", ["my own text"])  # prompts, or lists of token ids
+TURBOQUANT=k4v4 TURBOQUANT_OPTIONS='{"calibration": "model.safetensors"}' vllm serve MODEL
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turboquant.calibration import TEXT, Moments
+from turboquant.codec import KeyTransform
+from turboquant.integration import compat
+from turboquant.integration.calibration_file import save_transforms
+
+logger = logging.getLogger("turboquant")
+CHUNK = 512  # tokens of a prompt made of the package's text
+Figures = dict[str, tuple[list[list[float]], list[list[float]]]]  # layer -> centre, gain
+
+
+class Observer:
+    """Replaces `impl.forward` of a layer, looks at its arguments and calls what was there."""
+
+    def __init__(self, layer: Any):
+        self.impl, self.forward = layer.impl, layer.impl.forward
+        self.had_own = "forward" in vars(layer.impl)
+        self.moments = Moments.empty(layer.num_kv_heads, layer.head_size)
+        layer.impl.forward = self.observe
+
+    def observe(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        attn_metadata: Any, *args: Any, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        if attn_metadata is not None:
+            count = attn_metadata.num_actual_tokens
+            rows = query.view(len(query), -1, layer.head_size)[:count], key.view(len(key), -1, layer.head_size)[:count]
+            self.moments.add(rows[1].cpu(), rows[0].cpu())
+        result: torch.Tensor = self.forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
+        return result
+
+    def remove(self) -> None:
+        if self.had_own:
+            self.impl.forward = self.forward
+        else:
+            del self.impl.forward
+
+
+def start(runner: Any) -> None:
+    """Observe every layer that could be compressed, in this worker."""
+    layers = {n: x for n, x in compat.all_layers(runner).items() if compat.native_reason(x) is None}
+    runner.turboquant_observers = {name: Observer(layer) for name, layer in layers.items()}
+
+
+def finish(runner: Any) -> Figures:
+    """Stop observing; figures of this worker's KV heads, as lists, which every RPC can carry."""
+    observers: dict[str, Observer] = vars(runner).pop("turboquant_observers")
+    for observer in observers.values():
+        observer.remove()
+    found = {name: observer.moments.transform() for name, observer in observers.items()}
+    return {name: (transform.center.tolist(), transform.gain.tolist()) for name, transform in found.items()}
+
+
+def calibrate(llm: Any, path: str | Path, prompts: Sequence[str | list[int]] | None = None) -> Path:
+    """Write the calibration file of a `vllm.LLM`'s model; takes seconds.
+
+    prompts: texts or token ids like those that the model will see; default: a text of several kinds in the package.
+    The prefix cache is reset before and after, so that every prompt is computed, and none is kept.
+    """
+    from vllm import SamplingParams
+
+    batch = list(package_prompts(llm)) if prompts is None else [as_prompt(prompt) for prompt in prompts]
+    if not batch:
+        raise ValueError("prompts is empty; give texts or lists of token ids, or None for the package's text")
+    llm.reset_prefix_cache()
+    llm.collective_rpc("tq_calibration_start")
+    try:
+        llm.generate(batch, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    finally:
+        workers = llm.collective_rpc("tq_calibration_finish")
+        llm.reset_prefix_cache()
+    transforms = merge_workers(workers, llm.llm_engine.vllm_config.model_config.get_total_num_kv_heads())
+    logger.info("turboquant: calibrated %d layers with %d prompts: %s", len(transforms), len(batch), path)
+    return save_transforms(path, transforms, model=llm.llm_engine.vllm_config.model_config.model, prompts=len(batch))
+
+
+def package_prompts(llm: Any) -> Iterable[dict[str, list[int]]]:
+    ids = llm.get_tokenizer().encode(TEXT.read_text(encoding="utf-8"))
+    size = min(CHUNK, llm.llm_engine.vllm_config.model_config.max_model_len - 1)
+    return ({"prompt_token_ids": ids[first : first + size]} for first in range(0, len(ids), size))
+
+
+def as_prompt(prompt: str | list[int]) -> Any:
+    return prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+
+
+def merge_workers(workers: Sequence[Figures], total_heads: int) -> dict[str, KeyTransform]:
+    """Transforms of all KV heads, from tensor-parallel ranks in order and pipeline stages one after another."""
+    parts: dict[str, list[tuple[list[list[float]], list[list[float]]]]] = {}
+    for figures in workers:
+        for name, figure in figures.items():
+            parts.setdefault(name, []).append(figure)
+    merged = {}
+    for name, ranks in parts.items():
+        # More ranks than KV heads: neighbours hold the same head.
+        ranks = ranks[:: max(1, len(ranks) * len(ranks[0][0]) // total_heads)]
+        center, gain = (torch.tensor([head for rank in ranks for head in rank[side]]) for side in (0, 1))
+        merged[name] = KeyTransform(center, gain)
+    return merged

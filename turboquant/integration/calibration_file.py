@@ -1,0 +1,52 @@
+"""The file that keeps a model's key transforms: safetensors with a checksum in the header."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turboquant.codec import KeyTransform
+
+VERSION = 1
+
+
+def save_transforms(path: str | Path, transforms: dict[str, KeyTransform], **about: Any) -> Path:
+    """Write key transforms by layer name as safetensors; `about` goes into the header, as does a checksum."""
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, transform in transforms.items():
+        tensors[f"{name}.center"], tensors[f"{name}.gain"] = transform.center.cpu(), transform.gain.cpu()
+    header = {"turboquant_calibration": str(VERSION), "sha256": checksum(tensors), "about": json.dumps(about)}
+    save_file(tensors, str(path), header)
+    return Path(path)
+
+
+def load_transforms(path: str | Path) -> dict[str, KeyTransform]:
+    """Key transforms by layer name; ValueError that names the file if it is not one of ours, or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise ValueError(f"calibration={str(path)!r} does not exist")
+    try:
+        with safe_open(str(path), "pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"calibration={str(path)!r} is not a safetensors file: {error}") from None
+    if header.get("turboquant_calibration") != str(VERSION):
+        raise ValueError(f"calibration={str(path)!r} is not a calibration file of version {VERSION}")
+    if header.get("sha256") != checksum(tensors):
+        raise ValueError(f"calibration={str(path)!r} is damaged: its checksum does not match")
+    names = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
+    return {name: KeyTransform(tensors[f"{name}.center"], tensors[f"{name}.gain"]) for name in names}
+
+
+def checksum(tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -32,7 +32,12 @@ def results():
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     if folder := os.environ.get("TURBOQUANT_RESULTS"):
-        Path(folder, "kernels-gpu.json").write_text(json.dumps(RESULTS, indent=1) + "\n")
+        report = {
+            "command": "TURBOQUANT_RESULTS=DIR python -m pytest tests/test_gpu_kernels.py",
+            "device": torch.cuda.get_device_name(),
+            "figures": RESULTS,
+        }
+        Path(folder, "kernels-gpu.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 @dataclass

@@ -55,6 +55,7 @@ def test_config_is_frozen_and_hashable():
 REFUSED = [
     ({"key_bits": 5}, ["key_bits=5", "(2, 3, 4, 8)"]),
     ({"key_bits": 1}, ["key_bits=1", "(2, 3, 4, 8)"]),
+    ({"calibration": 3}, ["calibration=3", "path of a calibration file"]),
     ({"key_bits": "4"}, ["key_bits='4'", "(2, 3, 4, 8)"]),
     ({"initial_layers_key_bits": 16}, ["initial_layers_key_bits=16", "(2, 3, 4, 8)"]),
     ({"value_bits": 8}, ["value_bits=8", "'lloyd'", "(2, 3, 4)"]),

@@ -232,9 +232,13 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.attached = False
         self.bound: int | None = None
 
-    def configure(self, config: TurboQuantConfig, name: str, layer_index: int) -> None:
+    def configure(
+        self, config: TurboQuantConfig, transforms: dict[str, KeyTransform], name: str, layer_index: int
+    ) -> None:
         """Called when the layer has been made: what it is compressed with."""
-        self.config, self.name, self.layer_index = config, name, layer_index
+        self.config, self.layer_index, self.transform = config, layer_index, None
+        if transforms:
+            self.transform = of_layer(transforms, name, compat.tensor_parallel_place(), self.num_kv_heads)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Codec and exact tokens; before vLLM measures what is left for pages.  Weights may be loaded again."""
@@ -242,18 +246,12 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             return
         with compat.default_dtype(torch.float32):
             self.codec = KVCodec.build(
-                self.config, self.layer_index, self.num_kv_heads, self.head_size, self._transform(), self.host.device
+                self.config, self.layer_index, self.num_kv_heads, self.head_size, self.transform, self.host.device
             )
         self.memory = self._plan_memory(act_dtype)
         self.recent = RingData(
             self.memory.ring_tokens, self.num_kv_heads, self.head_size, act_dtype, self.host.device
         )  # fmt: skip
-
-    def _transform(self) -> KeyTransform | None:
-        if not self.config.calibration:
-            return None
-        transforms = load_transforms(self.config.calibration)
-        return of_layer(transforms, self.name, compat.tensor_parallel_place(), self.num_kv_heads)
 
     def _plan_memory(self, dtype: torch.dtype) -> LayerMemory:
         """Windows of all requests that may run, or of as many as the ring's share of the memory holds."""
@@ -340,8 +338,10 @@ _installed: list[compat.AttentionPatch] = []
 def install(config: TurboQuantConfig) -> None:
     """Give attention layers that are made from now on compressed pages; again for another configuration."""
     uninstall()
+    transforms = load_transforms(config.calibration) if config.calibration else {}
     patch = compat.AttentionPatch(
-        lambda layer_class, arguments: backend_for(config, layer_class, arguments), lambda layer: made(config, layer)
+        lambda layer_class, arguments: backend_for(config, layer_class, arguments),
+        lambda layer: made(config, transforms, layer),
     )
     patch.apply()
     _installed.append(patch)
@@ -370,9 +370,9 @@ def backend_for(config: TurboQuantConfig, layer_class: type, arguments: dict[str
     return backend_of(config, config.layer_key_bits(index))
 
 
-def made(config: TurboQuantConfig, layer: Any) -> None:
+def made(config: TurboQuantConfig, transforms: dict[str, KeyTransform], layer: Any) -> None:
     """A layer with one of our backends has been made."""
-    layer.impl.configure(config, layer.layer_name, compat.layer_place(layer.layer_name)[0])
+    layer.impl.configure(config, transforms, layer.layer_name, compat.layer_place(layer.layer_name)[0])
 
 
 def compressed_layers(vllm_config: Any) -> dict[str, Any]:

@@ -63,13 +63,7 @@ def speculative_tokens(runner: Any) -> int:
 def engine_objections(runner: Any) -> list[str]:
     """Features of the running engine that the hooks cannot serve, each as 'name=value: what to do'."""
     config = runner.vllm_config
-    parallel, speculative = config.parallel_config, config.speculative_config
-    reasons = []
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            reasons.append(f"{name}={getattr(parallel, name)}: only 1 is supported")
-    if getattr(parallel, "enable_dbo", False):
-        reasons.append("enable_dbo=True runs two batches through one layer at a time; turn it off")
+    speculative, reasons = config.speculative_config, parallel_objections(config.parallel_config)
     if config.kv_transfer_config is not None:
         reasons.append("kv_transfer_config is set: KV connectors move pages behind the hooks; remove it")
     if speculative is not None and speculative.method != "ngram":
@@ -79,6 +73,17 @@ def engine_objections(runner: Any) -> list[str]:
     groups = runner.kv_cache_config.kv_cache_groups
     if config.cache_config.enable_prefix_caching and any(is_recurrent_spec(g.kv_cache_spec) for g in groups):
         reasons.append("enable_prefix_caching=True with recurrent layers copies blocks behind the hooks; turn it off")
+    return reasons
+
+
+def parallel_objections(parallel: Any) -> list[str]:
+    """Ways of running in parallel that neither route can serve."""
+    reasons = []
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            reasons.append(f"{name}={getattr(parallel, name)}: only 1 is supported")
+    if getattr(parallel, "enable_dbo", False):
+        reasons.append("enable_dbo=True runs two batches through one layer at a time; turn it off")
     return reasons
 
 
@@ -515,12 +520,7 @@ def arguments_objections(arguments: dict[str, Any]) -> list[str]:
 
 def config_objections(vllm_config: Any) -> list[str]:
     """Features of an engine that is being built and that the native route cannot serve."""
-    parallel, reasons = vllm_config.parallel_config, []
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            reasons.append(f"{name}={getattr(parallel, name)}: only 1 is supported")
-    if getattr(parallel, "enable_dbo", False):
-        reasons.append("enable_dbo=True runs two batches through one layer at a time; turn it off")
+    reasons = parallel_objections(vllm_config.parallel_config)
     if vllm_config.kv_transfer_config is not None:
         reasons.append("kv_transfer_config is set: KV connectors move pages and leave the exact tokens behind")
     speculative = vllm_config.speculative_config

@@ -260,7 +260,7 @@ class Ours:
         kernels = choose_kernels(layer, engine.ring)
         if kernels.decode is None:
             raise RuntimeError(f"{self.preset} has no fast decode here: {kernels.reason}")
-        group = QueryGroup(plan, torch.arange(shape.batch, device="cuda"), shape.q_rows, 0, 0)
+        group = QueryGroup(plan, range(shape.batch), shape.q_rows, 0, 0)
         call = lambda: kernels.decode.attend(group, query, own, out, shape.scale, 0.0)  # noqa: E731
         call()
         error = gate(self.name, self._error(shape, layer, plan, query, own, out), MAX_ERROR)

@@ -134,12 +134,12 @@ def decode_arguments(key_bits, value_bits, dim, block, group, tile, capability, 
         "fp32": "scale softcap matrix_scale key_step",
     }
     values = {name: kind for kind, names in types.items() for name in names.split()}
-    integers = "block_stride heads splits sliding tokens pairs pieces segments"
+    integers = "block_stride heads splits sliding tokens pairs row_tiles pieces segments"
     values |= dict.fromkeys(integers.split(), 1001) | dict.fromkeys(
         ["page_stride", "raw_stride", "key_stride", "value_stride", "ring_stride", "output_stride"], 1024
     )
     overlap = capability >= 90
-    common = {"G": group, "D": dim, "R": tile, "EXACT": True, "PDL": overlap, "ROW_TILES": 1}
+    common = {"G": group, "D": dim, "R": tile, "EXACT": True, "PDL": overlap}
     attention = {"WINDOW": 128, "SLIDING": True, "SOFTCAP": True, "VSTEP": 0.04, "PIECES": 4, "EXACT_TILES": 2}
     count, warps, row_registers = decode.program_rows(dim, many)
     rows = {"FLOAT": key_bits == 8, "ROWS": count, "WARPS": warps, "GROUPS": 1 if many else 4, "LSE_STEPS": 2}

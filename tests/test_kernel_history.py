@@ -97,7 +97,7 @@ def plan_step(lengths, engine, table, query_lens, sliding, heads, dim):
     plan = engine.begin_step(AttentionBatch(starts, seq_lens, table, engine.block_size))
     length = int(query_lens.max())
     tile = tile_tokens(len(lengths), length, heads, dim)
-    return QueryGroup(plan, torch.arange(len(lengths), device=DEVICE), length, sliding, tile)
+    return QueryGroup(plan, range(len(lengths)), length, sliding, tile)
 
 
 def compare(lengths, codec, group=3, query_lens=None, sliding=0, softcap=0.0, block_size=16, window=0):

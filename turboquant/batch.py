@@ -51,8 +51,8 @@ class AttentionBatch:
         logical = (positions // self.block_size).clamp(0, self.block_table.shape[1] - 1)
         return self.block_table[rows].long().gather(1, logical)
 
-    def rows_by_length(self) -> dict[int, torch.Tensor]:
-        """Requests grouped by query length rounded up to a power of two: {padded length: int64 [n]}.
+    def rows_by_length(self) -> dict[int, list[int]]:
+        """Requests grouped by query length rounded up to a power of two: {padded length: request numbers}.
 
         Keeps padding below a factor of two.  Reads the lengths on the host, once.
         """
@@ -67,10 +67,9 @@ class AttentionBatch:
         return [(start, new, cached) for start, new, cached in torch.stack(columns, 1).tolist()]
 
     @cached_property
-    def _rows_by_length(self) -> dict[int, torch.Tensor]:
+    def _rows_by_length(self) -> dict[int, list[int]]:
         groups: dict[int, list[int]] = {}
         for row, (_, length, _) in enumerate(self.host_lens):
             if length > 0:
                 groups.setdefault(1 << (length - 1).bit_length(), []).append(row)
-        device = self.seq_lens.device
-        return {padded: torch.tensor(rows, device=device) for padded, rows in sorted(groups.items())}
+        return dict(sorted(groups.items()))

@@ -6,7 +6,7 @@ chunk of length 1.  Everything is vectorised over requests of similar query leng
 that transient memory does not grow with the context.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -16,6 +16,7 @@ import torch
 from turboquant.capture import LayerCache, StepPlan
 
 TILE_ELEMENTS = 1 << 24  # float32 numbers in the largest temporary of a tile (64 MiB)
+WORKSPACE_TOKENS = 16384  # tokens that are decoded at a time for a dense kernel
 Partial = tuple[torch.Tensor, torch.Tensor]
 Own = tuple[torch.Tensor, torch.Tensor]
 
@@ -66,14 +67,20 @@ class QueryGroup:
     """Requests of similar query length, padded to a rectangle, and what their rows may see; the same for all layers.
 
     What a layer asks for is computed once and kept for the other layers of the step.
-    rows: int64 [n], request numbers; length: Q; window: sliding window (0 = none); tile: tokens of a tile.
+    requests: n request numbers; length: Q; window: sliding window (0 = none); tile: tokens of a tile.
     """
 
     plan: StepPlan
-    rows: torch.Tensor
+    requests: Sequence[int]
     length: int
     window: int
     tile: int
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """int64 [n], the request numbers on the device, which is not waited for."""
+        device = self.plan.batch.seq_lens.device
+        return torch.tensor(self.requests, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
     @cached_property
     def real(self) -> torch.Tensor:
@@ -95,12 +102,7 @@ class QueryGroup:
     def entries(self) -> torch.Tensor:
         """int32 [n, 4], `AttentionBatch.entries` of these requests; the batch's own tensor where they are all."""
         entries = self.plan.batch.entries
-        return entries if len(self.rows) == len(entries) else entries[self.rows]
-
-    @cached_property
-    def host_rows(self) -> list[int]:
-        """The request numbers on the host."""
-        return self.rows.tolist()
+        return entries if len(self.requests) == len(entries) else entries[self.rows]
 
     @cached_property
     def blocks(self) -> torch.Tensor:
@@ -209,7 +211,7 @@ class HybridScorer:
         query: torch.Tensor,
         own: Own | None,
         output: torch.Tensor,
-        rows_by_length: dict[int, torch.Tensor] | None = None,
+        rows_by_length: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """Write the attention of query [T, H_q, d] into output [T, H_q, d].
 
@@ -233,7 +235,7 @@ class HybridScorer:
     def _fused(self, group: QueryGroup, query: torch.Tensor, own: Own) -> FusedKernel | None:
         return next((kernel for kernel in self.fused if kernel.serves(group, query, own, self.softcap)), None)
 
-    def _group(self, plan: StepPlan, length: int, rows: torch.Tensor, tile: int) -> QueryGroup:
+    def _group(self, plan: StepPlan, length: int, rows: Sequence[int], tile: int) -> QueryGroup:
         """Made by the first layer that needs it in a step, and kept with the step."""
         key = (id(rows), length, self.window, tile)
         if key not in plan.groups:

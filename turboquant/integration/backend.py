@@ -6,6 +6,7 @@ the ring's tables, which the group's metadata builder plans once a step, before 
 step waits for the device, and what a captured CUDA graph reads lies in memory that stays.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -28,6 +29,7 @@ from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import TurboQuantConfig
 from turboquant.integration import compat
 from turboquant.integration.calibration_file import load_transforms
+from turboquant.integration.rehearsal import distinct_steps, largest_steps, rehearse, rehearse_plan
 from turboquant.integration.vllm import UnsupportedEngineError
 from turboquant.kernels import choose_kernels, choose_plan
 from turboquant.page import PageFormat
@@ -134,7 +136,7 @@ class TurboQuantMetadata(AttentionMetadata):
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     plan: StepPlan
-    rows: dict[int, torch.Tensor]
+    rows: Mapping[int, Sequence[int]]
     causal: bool = True
 
 
@@ -156,11 +158,13 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         self.counters = Counters()
         for impl in self.impls:
             impl.attach(self.ring, self.counters)
+        for impl in {impl.variant: impl for impl in self.impls}.values():
+            impl.compile_kernels()
         rows = compat.max_batch(vllm_config)
-        self.all_rows = torch.arange(rows, device=device)
         self.lines = torch.zeros(rows, 4, dtype=torch.int32, device=device)
         self.index = torch.zeros(rows, self.ring.window, dtype=torch.int64, device=device)
         self.present = torch.zeros(rows, self.ring.window, dtype=torch.bool, device=device)
+        rehearse_plan(self.plan_ring, self.ring, self.lines, ExactWindow(self.index, self.present))
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         if all(layer.impl.attached for layer in compressed_layers(vllm_config).values()):
             compat.log_once(vllm_config, summary(vllm_config))  # the last group has joined
@@ -192,11 +196,11 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             step.block_table_tensor, step.slot_mapping, plan, self._rows(batch),
         )  # fmt: skip
 
-    def _rows(self, batch: AttentionBatch) -> dict[int, torch.Tensor]:
+    def _rows(self, batch: AttentionBatch) -> Mapping[int, Sequence[int]]:
         """Query groups: one of all rows where the lengths agree, padding included, as a captured graph needs it."""
         lengths = {new for _, new, _ in batch.host_lens if new}
         if len(lengths) == 1 and max(lengths) <= MAX_GRAPH_QUERY:
-            return {lengths.pop(): self.all_rows[: len(batch.seq_lens)]}
+            return {lengths.pop(): range(len(batch.seq_lens))}
         return batch.rows_by_length()
 
 
@@ -259,7 +263,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         token_bytes = 2 * self.num_kv_heads * self.head_size * dtype.itemsize
         blocks = window_blocks(window, host.block_size)
         most = int(self.config.ring_share * host.cache_budget / (host.num_layers * token_bytes * host.block_size))
-        entries = min(blocks * host.max_num_seqs, most)
+        entries = min(blocks * host.limits.requests, most)
         if entries < blocks:
             return LayerMemory(0, 0)
         return LayerMemory(window, entries * host.block_size)
@@ -270,19 +274,51 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         )  # fmt: skip
         return LayerCache(store, self.recent)
 
-    def without_pages(self, ring: ExactRing) -> LayerCache:
+    def on_empty_page(self, ring: ExactRing) -> LayerCache:
         """The cache before vLLM has allocated its pages."""
-        shape = (0, self.num_kv_heads, self.codec.page_format(ring.block_size).page_bytes)
-        return self.cache_on(ring, torch.empty(shape, dtype=torch.uint8, device=self.host.device))
+        shape = (1, self.num_kv_heads, self.codec.page_format(ring.block_size).page_bytes)
+        return self.cache_on(ring, torch.zeros(shape, dtype=torch.uint8, device=self.host.device))
+
+    def small_ring(self, block_size: int) -> ExactRing:
+        """A ring like the one that the layer will get, for one block."""
+        return ExactRing(1, block_size, self.memory.window, min(1, self.memory.ring_tokens), self.host.device)
 
     def serves_graphs(self, block_size: int) -> bool:
-        ring = ExactRing(0, block_size, 0, 0, self.host.device)
-        return choose_kernels(self.without_pages(ring), ring).decode is not None
+        ring = self.small_ring(block_size)
+        return choose_kernels(self.on_empty_page(ring), ring).decode is not None
+
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """Layers for which this is the same run the same compiled kernels."""
+        heads = (self.num_heads, self.num_kv_heads, self.head_size, self.codec.key.bits)
+        return *heads, self.sliding_window, self.logits_soft_cap, self.transform is None
+
+    def take_memory(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Use as much transient memory as any step can, while vLLM measures: rows of a step of the most tokens."""
+        ring, limits = self.small_ring(self.host.block_size), replace(self.host.limits, tokens=len(query))
+        self._equip(ring)
+        rehearse(self.cache, self.scorer, ring, (query, (key, value)), largest_steps(limits))
+
+    def compile_kernels(self) -> None:
+        """Nothing is left to compile when the engine serves."""
+        if self.host.device.type == "cpu":
+            return
+        tokens, size = self.host.limits.tokens, self.head_size
+        query, key, value = (
+            self.recent.keys.new_zeros(tokens, heads, size)
+            for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        )
+        ring = self.small_ring(self.ring.block_size)
+        rehearse(self.cache, self.scorer, ring, (query, (key, value)), distinct_steps(self.host.limits))
 
     def attach(self, ring: ExactRing, counters: Counters) -> None:
         """Join a KV-cache group."""
         self.ring, self.counters, self.attached, self.bound = ring, counters, True, None
-        self.cache = self.without_pages(ring)
+        self._equip(ring)
+
+    def _equip(self, ring: ExactRing) -> None:
+        """The layer's kernels, on an empty page."""
+        self.cache = self.on_empty_page(ring)
         kernels = choose_kernels(self.cache, ring, compat.dense_attention(self.recent.keys))
         self.cache.encode = kernels.encode
         self.table_bytes = self.codec.nbytes + kernels.nbytes
@@ -323,11 +359,13 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
     ) -> torch.Tensor:
         if output_scale is not None or output_block_scale is not None:
             raise RuntimeError("fused output quantisation is not supported by turboquant")
-        if attn_metadata is None:  # profiling
+        rows = query.view(len(query), -1, self.head_size)
+        if attn_metadata is None:  # profiling, or a step that only keeps other ranks company
+            if not self.attached and self.host.device.type != "cpu":
+                self.take_memory(rows, key, value)
             return output.fill_(0)
         self.bind(kv_cache)
         heads = output.view(len(output), -1, self.head_size)
-        rows = query.view(len(query), -1, self.head_size)
         self.scorer.attend(self.cache, attn_metadata.plan, rows, (key, value), heads, attn_metadata.rows)
         return output
 

@@ -17,6 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from turboquant.batch import AttentionBatch
+from turboquant.integration.rehearsal import Limits
 
 HOOKED_METHODS = {
     # Positional parameters after self; checked 0.18.1 to 0.33.0 (later ones are passed by keyword).
@@ -540,7 +541,7 @@ class LayerHost:
     """What a layer must know of the engine that it is made for.  cache_budget: bytes that weights and pages may use."""
 
     device: torch.device
-    max_num_seqs: int
+    limits: Limits
     block_size: int
     num_layers: int
     cache_budget: int
@@ -561,7 +562,7 @@ def host_of_layer(preferred_block: int) -> LayerHost:
     budget = cache.kv_cache_memory_bytes or int(total * cache.gpu_memory_utilization)
     layers = config.model_config.get_num_layers(config.parallel_config)
     block = max(cache.block_size or preferred_block, preferred_block)
-    return LayerHost(device, config.scheduler_config.max_num_seqs, block, layers, budget)
+    return LayerHost(device, step_limits(config), block, layers, budget)
 
 
 @contextmanager
@@ -596,11 +597,13 @@ def native_because(layer: Any) -> str:
 
 
 def kernel_blocks(vllm_config: Any, block_size: int) -> int:
-    """Pages of a layer; the worker knows the pool before it makes builders (0.26.0 and 0.32.0)."""
+    """Pages of a layer; the worker knows the pool before it makes builders (0.26.0 and 0.32.0).
+
+    Except while it measures the memory of graphs (0.26.0 to 0.33.0), with a pool of one block a request.
+    """
     cache = vllm_config.cache_config
-    if cache.num_gpu_blocks is None:
-        raise RuntimeError(f"vLLM {vllm_version()} makes metadata builders before it knows the number of KV blocks")
-    return cache.num_gpu_blocks * max(1, cache.block_size // block_size)
+    blocks = max_batch(vllm_config) if cache.num_gpu_blocks is None else cache.num_gpu_blocks
+    return blocks * max(1, cache.block_size // block_size)
 
 
 def pool_tokens(vllm_config: Any) -> int:
@@ -612,6 +615,13 @@ def max_batch(vllm_config: Any) -> int:
     """Rows that a step's metadata can have: graphs are captured for padded batches."""
     sizes = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
     return max(vllm_config.scheduler_config.max_num_seqs, *sizes) + 1
+
+
+def step_limits(vllm_config: Any) -> Limits:
+    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
+    drafts = speculative.num_speculative_tokens if speculative is not None else 0
+    tokens = scheduler.max_num_batched_tokens
+    return Limits(scheduler.max_num_seqs, tokens, vllm_config.model_config.max_model_len, drafts)
 
 
 def check_step(step: Any) -> None:

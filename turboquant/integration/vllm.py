@@ -81,7 +81,7 @@ class CacheGroup:
         self.steps = 0
         self._metadata: Any = None
         self._plan: StepPlan | None = None
-        self._rows: dict[int, torch.Tensor] = {}
+        self._rows: dict[int, list[int]] = {}
         self._reads: dict[tuple[int, ...], tuple[int, int]] = {}
         self.step_tokens = 0
 
@@ -97,13 +97,13 @@ class CacheGroup:
             self.in_store[written], self.in_native[written] = True, native_write
         return self._plan
 
-    def current_step(self, metadata: Any) -> tuple[StepPlan, dict[int, torch.Tensor]]:
+    def current_step(self, metadata: Any) -> tuple[StepPlan, dict[int, list[int]]]:
         """Plan and query groups of the running step; its tokens must have been written."""
         if self._plan is None or metadata is not self._metadata:
             raise RuntimeError("attention was called for a step whose keys and values were not written")
         return self._plan, self._rows
 
-    def reads(self, plan: StepPlan, rows: dict[int, torch.Tensor]) -> tuple[int, int]:
+    def reads(self, plan: StepPlan, rows: dict[int, list[int]]) -> tuple[int, int]:
         """Cached tokens that the query groups `rows` read compressed and exactly; counted once per step."""
         key = tuple(rows)
         if key not in self._reads:
@@ -192,7 +192,7 @@ class LayerHook:
     def _score(
         self,
         plan: StepPlan,
-        rows: dict[int, torch.Tensor],
+        rows: dict[int, list[int]],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

@@ -147,7 +147,7 @@ class FastDecode:
 
         own: keys and values [T, H_kv, d] of the step's rows; all in the dtype of the exact ring.
         """
-        n, heads, dim = len(group.rows), self.layer.store.num_kv_heads, query.shape[2]
+        n, heads, dim = len(group.requests), self.layer.store.num_kv_heads, query.shape[2]
         factor = scale / softcap if softcap else scale * LOG2E
         rows = query.shape[1] // heads * group.length
         tile = query_tile(rows, dim)
@@ -208,7 +208,7 @@ class FastDecode:
             batch.block_table.stride(0), pages.stride(0), query.stride(0), keys.stride(0), values.stride(0),
             recent.keys.stride(0), heads, segments - pieces, factor, softcap * LOG2E, group.window,
             G=query.shape[1] // heads, R=tile, WINDOW=self.window, SLIDING=group.window > 0, SOFTCAP=softcap > 0,
-            VSTEP=self.tables.value_step, ROW_TILES=row_tiles, PIECES=pieces, EXACT_TILES=exact_tiles,
+            VSTEP=self.tables.value_step, PIECES=pieces, EXACT_TILES=exact_tiles,
             PDL=self.overlap, num_warps=1, maxnreg=registers, launch_pdl=self.overlap, **self.constants,
         )  # fmt: skip
 
@@ -224,8 +224,8 @@ class FastDecode:
         rows, warps, registers = program_rows(dim, not room)
         unroll = min(rows_in_flight(dim, rows, warps), triton.next_power_of_2(-(-(segments - pieces) // groups)))
         gluon_rows.merge_kernel[(-(-n * row_tiles * tile * groups // rows), heads)](
-            partial, lse, matrix.parts, group.entries, output, n, output.stride(0), matrix.scale, heads, pieces,
-            segments, G=output.shape[1] // heads, R=tile, ROW_TILES=row_tiles, D=dim, GROUPS=groups,
+            partial, lse, matrix.parts, group.entries, output, n, output.stride(0), matrix.scale, heads, row_tiles,
+            pieces, segments, G=output.shape[1] // heads, R=tile, D=dim, GROUPS=groups,
             EXACT=matrix.exact, PDL=self.overlap, WARPS=warps, UNROLL=unroll, LSE_STEPS=-(-segments // dim),
             ROWS=rows, num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
         )  # fmt: skip

@@ -508,7 +508,7 @@ def exact(
     gl.store(LSE + place * R + column, gl.where(total > 0, m + gl.log2(safe), float("-inf")), mask=column < R)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["block_stride", "splits"])
 def decode_kernel(
     QUERY, FACTOR, OFFSET, RAW, PAGES, TABLES, BLOCKS, REQUESTS, INDEX, PRESENT, KEYS, VALUES,
     OWN_KEYS, OWN_VALUES, OUT, LSE, block_stride, page_stride, raw_stride, key_stride, value_stride,
@@ -517,8 +517,7 @@ def decode_kernel(
     VBITS: gl.constexpr, K0: gl.constexpr, K1: gl.constexpr, V0: gl.constexpr, V1: gl.constexpr, KS: gl.constexpr,
     VS: gl.constexpr, KROWS: gl.constexpr, VROWS: gl.constexpr, RUN: gl.constexpr,
     WINDOW: gl.constexpr, SLIDING: gl.constexpr, SOFTCAP: gl.constexpr, VSTEP: gl.constexpr, PAGE: gl.constexpr,
-    ROW_TILES: gl.constexpr, PIECES: gl.constexpr, EXACT_TILES: gl.constexpr,
-    PDL: gl.constexpr,
+    PIECES: gl.constexpr, EXACT_TILES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Program (request and head, segment, row tile); segments are the exact pieces, then the splits of the history."""
     pair = gl.program_id(0)
@@ -532,7 +531,7 @@ def decode_kernel(
     q_start = gl.load(entry + 1)
     q_len = gl.load(entry + 2)
     length = gl.load(entry + 3)
-    place = (pair * ROW_TILES + row_tile).to(gl.int64) * (splits + PIECES) + segment
+    place = (pair * gl.num_programs(2) + row_tile).to(gl.int64) * (splits + PIECES) + segment
     first_row = row_tile * R
     present = PRESENT + request.to(gl.int64) * WINDOW
     if segment < PIECES:

@@ -25,7 +25,7 @@ def matrix_operand(matrix, D: gl.constexpr, layout: gl.constexpr):
     return gl.load(matrix + n[None, :] * D + k[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tokens"])
 def prepare_kernel(
     RAW, MATRIX, CENTER, QUERY, FACTOR, OFFSET, tokens, raw_stride, scale, matrix_scale, key_step, heads,
     G: gl.constexpr, D: gl.constexpr, FLOAT: gl.constexpr, EXACT: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
@@ -106,16 +106,16 @@ def weighted_sum(
     return mass, total
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["pairs", "row_tiles", "pieces", "segments"])
 def merge_kernel(
-    OUT, LSE, MATRIX, REQUESTS, OUTPUT, pairs, output_stride, matrix_scale, heads, pieces, segments,
-    G: gl.constexpr, R: gl.constexpr, ROW_TILES: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr,
+    OUT, LSE, MATRIX, REQUESTS, OUTPUT, pairs, output_stride, matrix_scale, heads, row_tiles, pieces, segments,
+    G: gl.constexpr, R: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr,
     EXACT: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr, UNROLL: gl.constexpr, LSE_STEPS: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """ROWS / GROUPS query rows of one KV head; group g of a row adds up the row's segments g, g + GROUPS, ...
 
-    OUT float32 [requests, heads, ROW_TILES, segments, R, D], LSE [.., R] (base 2): first `pieces` exact segments;
+    OUT float32 [requests, heads, row_tiles, segments, R, D], LSE [.., R] (base 2): first `pieces` exact segments;
     then splits of the history, in the values' basis and order.  MATRIX bfloat16 [2, D, D] leads back.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
@@ -126,9 +126,9 @@ def merge_kernel(
     operand = matrix_operand(MATRIX, D, b_layout)
     index = gl.arange(0, ROWS, layout=gl.SliceLayout(1, read))
     row = gl.program_id(0) * (ROWS // GROUPS) + index // GROUPS
-    real = row < pairs * ROW_TILES * R
-    row = gl.minimum(row, pairs * ROW_TILES * R - 1)
-    first = ((row // (ROW_TILES * R)).to(gl.int64) * heads + head) * ROW_TILES + row % (ROW_TILES * R) // R
+    real = row < pairs * row_tiles * R
+    row = gl.minimum(row, pairs * row_tiles * R - 1)
+    first = ((row // (row_tiles * R)).to(gl.int64) * heads + head) * row_tiles + row % (row_tiles * R) // R
     first = first * segments
     lane = row % R
     dim = gl.arange(0, D, layout=gl.SliceLayout(0, read))
@@ -161,13 +161,13 @@ def merge_kernel(
     total = gl.convert_layout(mass + exact_mass, gl.SliceLayout(1, mma))
     total = gl.sum(total.reshape([ROWS // GROUPS, GROUPS]), 1)
     result = gl.sum(result.reshape([ROWS // GROUPS, GROUPS, D]), 1)
-    store_output(REQUESTS, OUTPUT, result, total, pairs, output_stride, head, G, R, ROW_TILES, D)
+    store_output(REQUESTS, OUTPUT, result, total, pairs, output_stride, head, row_tiles, G, R, D)
 
 
 @gluon.jit
 def store_output(
-    REQUESTS, OUTPUT, result, total, pairs, output_stride, head, G: gl.constexpr, R: gl.constexpr,
-    ROW_TILES: gl.constexpr, D: gl.constexpr,
+    REQUESTS, OUTPUT, result, total, pairs, output_stride, head, row_tiles, G: gl.constexpr, R: gl.constexpr,
+    D: gl.constexpr,
 ):  # fmt: skip
     """Store result [rows, D] / total [rows] where a row belongs to a query row of the batch."""
     layout: gl.constexpr = result.type.layout
@@ -176,9 +176,9 @@ def store_output(
     result = result * (1.0 / gl.where(total > 0, total, 1.0))[:, None]
     row = gl.program_id(0) * rows + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
     dim = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    real = row < pairs * ROW_TILES * R
-    entry = REQUESTS + row // (ROW_TILES * R) * 4
-    row = row % (ROW_TILES * R)
+    real = row < pairs * row_tiles * R
+    entry = REQUESTS + row // (row_tiles * R) * 4
+    row = row % (row_tiles * R)
     token = gl.load(entry + 1, mask=real, other=0) + row // G
     real = real & (row // G < gl.load(entry + 2, mask=real, other=0))
     target = token.to(gl.int64) * output_stride + (head * G + row % G) * D

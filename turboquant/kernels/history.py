@@ -53,12 +53,12 @@ def _key_scores(q, sketched, pages, scalars, table, base, local, coordinate, see
     return scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "present_stride", "rows", "query_len", "splits"])
 def _history_kernel(
     query, sketch, shift, pages, scalars, block_table, lengths, present, key_table, value_table, out, lse,
-    table_stride, present_stride, page_stride, head_stride, rows, query_len, softcap, sliding,
+    table_stride, present_stride, page_stride, head_stride, rows, query_len, splits, softcap, sliding,
     H: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, T: tl.constexpr,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0) // H, tl.program_id(0) % H
     split, row = tl.program_id(1), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -73,7 +73,7 @@ def _history_kernel(
     oldest = length * 0
     if sliding > 0:
         oldest = tl.maximum(length - sliding + 1, 0)  # blocks that no row can see may be someone else's by now
-    share = tl.cdiv(tl.cdiv(length - oldest, SPLITS), T) * T
+    share = tl.cdiv(tl.cdiv(length - oldest, splits), T) * T
     start, end = oldest + split * share, tl.minimum(length, oldest + (split + 1) * share)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -103,7 +103,7 @@ def _history_kernel(
         acc = acc * rescale[:, None] + tl.dot(weights, values, input_precision=PRECISION)
         total = total * rescale + tl.sum(weights, 1)
         peak = new_peak
-    result = tl.program_id(0).to(tl.int64) * SPLITS + split
+    result = tl.program_id(0).to(tl.int64) * splits + split
     used = total > 0
     acc = acc / tl.where(used, total, 1.0)[:, None]
     tl.store(out + (result * rows + row)[:, None] * D + coordinate[None, :], acc, mask=inside)
@@ -182,9 +182,10 @@ def history_attention(
     _history_kernel[(n * heads, splits, row_tiles)](
         query, sketch_query(codec, query), shift.contiguous(), pages, pages.view(torch.bfloat16), block_table, lengths,
         present.view(torch.uint8), code_table(codec.key, pages.device), code_table(codec.value, pages.device), out, lse,
-        block_table.stride(0), present.stride(0), pages.stride(0), pages.stride(1), rows, query_len, softcap, sliding,
+        block_table.stride(0), present.stride(0), pages.stride(0), pages.stride(1), rows, query_len, splits,
+        softcap, sliding,
         H=heads, D=dim, BS=store.block_size, KEY=page_side(store.format, "key", codec.key),
-        VALUE=page_side(store.format, "value", codec.value), WINDOW=present.shape[1], SPLITS=splits, ROWS=tile.rows,
+        VALUE=page_side(store.format, "value", codec.value), WINDOW=present.shape[1], ROWS=tile.rows,
         DIMS=triton.next_power_of_2(dim), T=tile.tokens, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return merge_splits(out, lse, query.shape)

@@ -16,9 +16,8 @@ import triton.language as tl
 from turboquant.capture import LayerCache
 from turboquant.kernels.matrix import SplitMatrix
 from turboquant.kernels.transcode import Rows, decode_span
-from turboquant.score import Own, Partial, QueryGroup
+from turboquant.score import WORKSPACE_TOKENS, Own, Partial, QueryGroup
 
-WORKSPACE_TOKENS = 16384
 ROWS = 32  # query rows of a program: with CHUNK coordinates at a time, all head sizes stay in registers
 CHUNK = 32
 # (query [Q, H_q, d], keys and values [L, H_kv, d], scale, causal) -> out [Q, H_q, d], lse float32 [H_q, Q] (natural);
@@ -33,7 +32,7 @@ def _weights(matrix, n, k, D: tl.constexpr):
     return tl.load(matrix + n[None, :] * D + k[:, None], mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _rotate_kernel(
     QUERY, MATRIX, OUT, tokens, stride, heads, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
     CHUNK: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
@@ -54,7 +53,7 @@ def _rotate_kernel(
     tl.store(target, acc.to(OUT.dtype.element_ty), mask=real[:, None] & (n < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "cached"], do_not_specialize_on_alignment=["INDEX", "PRESENT"])
 def _exact_kernel(
     RING, INDEX, PRESENT, MATRIX, CENTER, GAIN, OUT, first, count, cached, ring_stride, AFFINE: tl.constexpr,
     W: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr,
@@ -95,7 +94,7 @@ def _shares(a, b):
     return first / total, second / total, peak + tl.log(total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _fold_kernel(A, A_LSE, B, B_LSE, OUT, OUT_LSE, tokens, heads, D: tl.constexpr, DIMS: tl.constexpr,
                  ROWS: tl.constexpr):  # fmt: skip
     """OUT float32 := A merged with B; rows are (token, head)."""
@@ -110,7 +109,7 @@ def _fold_kernel(A, A_LSE, B, B_LSE, OUT, OUT_LSE, tokens, heads, D: tl.constexp
     tl.store(OUT_LSE + row % heads * tokens + row // heads, lse, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _finish_kernel(
     HISTORY, HISTORY_LSE, OWN, OWN_LSE, QUERY, CENTER, MATRIX, OUTPUT, tokens, query_stride, output_stride, heads,
     scale, matrix_scale, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr,
@@ -176,7 +175,7 @@ class StagedPrefill:
         self, group: QueryGroup, query: torch.Tensor, own: Own, output: torch.Tensor, scale: float, softcap: float
     ) -> None:
         """Request by request: prefill batches hold few."""
-        for row in group.host_rows:
+        for row in group.requests:
             start, length, cached = group.plan.batch.host_lens[row]
             rows = slice(start, start + length)
             # The history first: while the device is at it, Python launches the rest.

@@ -37,7 +37,7 @@ def _mapped(pages, scalars, table, matrix, base, local, seen, SIDE: tl.constexpr
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count"], do_not_specialize_on_alignment=["places"])
 def _decode_kernel(
     places, pages, scalars, table, rotation, sketch, gain, center, out, first, count, page_stride, head_stride,
     out_stride, out_head_stride, SPAN: tl.constexpr, SIDE: tl.constexpr, D: tl.constexpr, BS: tl.constexpr,

@@ -135,6 +135,11 @@ def test_decode_of_every_preset(bits):
         {"window": 0},
         {"window": 37},
         {"lens": tuple(range(1, 200))},
+        {"lens": tuple(range(1, 301)), "q": 16},
+        {"lens": (300, 40, 7), "q": 20},
+        {"lens": (900, 50), "q": 500},
+        {"lens": (2000, 33), "q": 100, "hq": 14, "hkv": 2, "d": 64},
+        {"lens": (700,), "q": 64, "hq": 32, "hkv": 4, "d": 256},
         {"lens": (5,)},
         {"lens": (3000, 2999)},
         {"lens": (0, 0, 40)},
@@ -179,7 +184,7 @@ def test_graph_replay_with_other_lengths():
     starts, table = case.plan.batch.query_start, case.plan.batch.block_table
     seqs = case.plan.batch.seq_lens.clone()
     kernels = choose_kernels(case.layer, case.engine.ring)
-    rows, out = {1: torch.arange(5, device="cuda")}, torch.zeros_like(case.query)
+    rows, out = {1: range(5)}, torch.zeros_like(case.query)
 
     def attend(scorer, output):
         plan = StepPlan(AttentionBatch(starts, seqs, table, 32), case.plan.window)  # nothing of it is computed yet
@@ -207,7 +212,7 @@ def test_graph_replay_with_other_lengths():
 @pytest.mark.parametrize("options", [{}, {"key_bits": 8}, {"d": 64, "hkv": 2, "hq": 14}, {"window": 0}], ids=str)
 def test_prefill_of_long_chunks(options):
     compat = pytest.importorskip("turboquant.integration.compat")
-    case = make_case((20000, 33, 700), q=150, **options)
+    case = make_case((20000, 33, 700), q=600, **options)
     attention = compat.dense_attention(case.layer.recent.keys)
     if attention is None:
         pytest.skip("no FlashAttention here")

@@ -105,6 +105,11 @@ class QueryGroup:
         return entries if len(self.requests) == len(entries) else entries[self.rows]
 
     @cached_property
+    def most_cached(self) -> int:
+        """Cached tokens of the longest request, as the host knows them."""
+        return max(self.plan.batch.host_lens[request][2] for request in self.requests)
+
+    @cached_property
     def blocks(self) -> torch.Tensor:
         """integer [n, M], block tables."""
         return self.plan.batch.block_table[self.rows]

@@ -13,8 +13,8 @@ from turboquant.batch import AttentionBatch
 from turboquant.capture import ExactRing, ExactWindow, LayerCache, PlanKernel, StepPlan
 from turboquant.score import WORKSPACE_TOKENS, HybridScorer, Own
 
-SHORT_LENGTHS = (1, 2, 4, 8, 16)  # padded query lengths that the fast decode serves
-LONG_LENGTHS = (32, 64, 128)  # beyond, no kernel distinguishes lengths
+SHORT_LENGTHS = tuple(1 << bit for bit in range(10))  # padded query lengths that the fast decode may serve
+LONG_LENGTH = 1024  # no kernel distinguishes longer ones
 CACHED = 64  # cached tokens of a rehearsed request: more do not change a kernel
 
 
@@ -47,10 +47,10 @@ class Step:
 
 
 def largest_steps(limits: Limits) -> Iterator[Step]:
-    """The steps that need the most transient memory: one long chunk, many short ones, many requests."""
+    """The steps that need the most transient memory: one long chunk, many shorter ones, many requests."""
     new = min(limits.tokens, limits.context)
     yield Step(1, new, min(2 * WORKSPACE_TOKENS, limits.context - new))
-    for new in (SHORT_LENGTHS[-1], 1):
+    for new in SHORT_LENGTHS:
         if new <= limits.tokens:
             yield Step(min(limits.requests, limits.tokens // new), new, CACHED)
 
@@ -63,11 +63,10 @@ def distinct_steps(limits: Limits) -> Iterator[Step]:
     for new in sorted({*SHORT_LENGTHS, 1 + limits.drafts}):
         for requests in range(1, min(limits.requests, limits.tokens // new) + 1):
             yield Step(requests, new, CACHED)
-    for new in LONG_LENGTHS:
-        if new <= limits.tokens:
-            yield Step(1, new, CACHED)
-    if LONG_LENGTHS[0] <= limits.tokens and WORKSPACE_TOKENS + LONG_LENGTHS[0] < limits.context:
-        yield Step(1, LONG_LENGTHS[0], WORKSPACE_TOKENS + 1)
+    new = min(LONG_LENGTH, limits.tokens)
+    most = max(0, limits.context - new)
+    for cached in (CACHED, WORKSPACE_TOKENS, 2 * WORKSPACE_TOKENS, 3 * WORKSPACE_TOKENS):  # one to three pieces
+        yield Step(1, new, min(cached, most))
 
 
 def rehearse(

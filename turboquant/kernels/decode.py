@@ -1,8 +1,8 @@
 """The fast decode of one layer: prepare the queries, one attention launch, merge.
 
-Serves decode and verify steps (1 + k query rows) on NVIDIA GPUs from compute capability 8.0, for Lloyd-Max values and
-Lloyd-Max or fp8 keys and power-of-two head sizes; everything else takes the portable kernels.  The launches depend on
-the shapes of a batch alone, never on its lengths, so that a captured graph stays right.
+Serves decode and verify steps (1 + k query rows) and short chunks on NVIDIA GPUs from compute capability 8.0, for
+Lloyd-Max values, Lloyd-Max or fp8 keys, and power-of-two head sizes; everything else takes the other kernels.  The
+launches depend on the shapes of a batch alone, never on its lengths, so that a captured graph stays right.
 """
 
 import math
@@ -17,11 +17,16 @@ from turboquant.kernels import gluon_decode, gluon_rows, tiles
 from turboquant.kernels.decoders import BF16_128, table_words
 from turboquant.kernels.matrix import SplitMatrix
 from turboquant.quantizer import FP8Quantizer, TurboQuantMSE
-from turboquant.score import Own, QueryGroup
+from turboquant.score import WORKSPACE_TOKENS, Own, QueryGroup
 
 LOG2E = 1 / math.log(2)
 ROW_CHOICES = (4, 8, 16)
-MAX_QUERY = 16  # query rows of a request that still count as decode
+MAX_VERIFY = 16  # query rows of a request that are served whatever its length, so that a graph may hold them
+MAX_CHUNK = 512  # query rows of a request that can be faster here than by decoding its history first
+# (KV head, tile of query rows, token) triples of a request from which decoding its history first is faster, up to head
+# size 128: what one of its pieces costs in launches, measured on an H200.
+MAX_WORK = 5_000_000
+PARTIAL_BYTES = 128 << 20  # of the segments of the requests that are served at once
 MAX_SPLITS = 176  # 11 rounds of the 16 groups of the merge, all in flight at once
 EXACT_TOKENS = 16  # tokens of a tile of the exact segment
 LONG_PIECE, SHORT_PIECE = 8, 2  # tiles of an exact piece: few requests need short pieces for latency
@@ -49,6 +54,12 @@ def query_tile(rows: int, dim: int) -> int:
     """Query rows of a tile: what the registers hold."""
     most = 8 if dim == 256 else 16
     return next(choice for choice in ROW_CHOICES if choice >= min(rows, most))
+
+
+def row_tiling(rows: int, dim: int) -> tuple[int, int]:
+    """Rows of a tile, and tiles, for the query rows of a request and KV head."""
+    tile = query_tile(rows, dim)
+    return tile, -(-rows // tile)
 
 
 def max_registers(tile: int, dim: int, key_bits: int) -> int:
@@ -138,7 +149,16 @@ class FastDecode:
     def serves(self, group: QueryGroup, query: torch.Tensor, own: Own, softcap: float) -> bool:
         """See `turboquant.score.FusedKernel`."""
         dtype = self.layer.recent.keys.dtype
-        return group.length <= MAX_QUERY and all(x.dtype == dtype and is_plain(x) for x in (query, *own))
+        return self._is_short(group, query) and all(x.dtype == dtype and is_plain(x) for x in (query, *own))
+
+    def _is_short(self, group: QueryGroup, query: torch.Tensor) -> bool:
+        """Whether rows are so few that reading the compressed history for each tile of them is cheapest."""
+        if group.length <= MAX_VERIFY or group.length > MAX_CHUNK:
+            return group.length <= MAX_VERIFY
+        heads, dim = self.layer.store.num_kv_heads, query.shape[2]
+        _, row_tiles = row_tiling(query.shape[1] // heads * group.length, dim)
+        tokens = min(group.most_cached, WORKSPACE_TOKENS) + group.length
+        return heads * row_tiles * tokens * max(dim, 128) <= 128 * MAX_WORK
 
     def attend(
         self, group: QueryGroup, query: torch.Tensor, own: Own, output: torch.Tensor, scale: float, softcap: float
@@ -147,22 +167,25 @@ class FastDecode:
 
         own: keys and values [T, H_kv, d] of the step's rows; all in the dtype of the exact ring.
         """
-        n, heads, dim = len(group.requests), self.layer.store.num_kv_heads, query.shape[2]
+        heads, dim = self.layer.store.num_kv_heads, query.shape[2]
         factor = scale / softcap if softcap else scale * LOG2E
-        rows = query.shape[1] // heads * group.length
-        tile = query_tile(rows, dim)
-        row_tiles = -(-rows // tile)
+        tile, row_tiles = row_tiling(query.shape[1] // heads * group.length, dim)
         registers = max_registers(tile, dim, self.layer.codec.key.bits)
         slots = self.processors * (REGISTERS_PER_SM // (32 * registers))
-        splits = max(1, min(MAX_SPLITS, slots // (n * heads * row_tiles)))  # programs that fill the device once
-        exact_tiles = SHORT_PIECE if n * heads * row_tiles * 2 < slots else LONG_PIECE
-        pieces = max(1, -(-self.window // (EXACT_TOKENS * exact_tiles)))
-        shape = (n, heads, row_tiles, splits + pieces, tile)
-        partial = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
-        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
         prepared = self._prepare(query, factor)
-        self._attend(group, prepared, query, own, partial, lse, pieces, exact_tiles, registers, factor, softcap)
-        self._merge(group, partial, lse, pieces, output)
+        most = max(slots, PARTIAL_BYTES // (8 * tile * dim)) // (heads * row_tiles)  # of one split and one piece each
+        for entries in group.entries.split(max(1, most)):
+            programs = len(entries) * heads * row_tiles
+            splits = max(1, min(MAX_SPLITS, slots // programs))  # programs that fill the device once
+            exact_tiles = SHORT_PIECE if programs * 2 < slots else LONG_PIECE
+            pieces = max(1, -(-self.window // (EXACT_TOKENS * exact_tiles)))
+            shape = (len(entries), heads, row_tiles, splits + pieces, tile)
+            partial = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
+            lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+            self._attend(
+                group, entries, prepared, query, own, partial, lse, pieces, exact_tiles, registers, factor, softcap
+            )
+            self._merge(entries, partial, lse, pieces, output)
 
     def _prepare(self, query: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """query [T, H_q, d] -> 16-bit queries, score factors and shifts, offsets (`gluon_rows.prepare_kernel`)."""
@@ -187,6 +210,7 @@ class FastDecode:
     def _attend(
         self,
         group: QueryGroup,
+        entries: torch.Tensor,
         prepared: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         query: torch.Tensor,
         own: Own,
@@ -203,7 +227,7 @@ class FastDecode:
         pages, recent, (keys, values) = self.layer.store.pages, self.layer.recent, own
         n, heads, row_tiles, segments, tile, _ = partial.shape
         gluon_decode.decode_kernel[(n * heads, segments, row_tiles)](
-            *prepared, query, pages, self.tables.lookup, batch.block_table, group.entries, window.index,
+            *prepared, query, pages, self.tables.lookup, batch.block_table, entries, window.index,
             window.present.view(torch.uint8), recent.keys, recent.values, keys, values, partial, lse,
             batch.block_table.stride(0), pages.stride(0), query.stride(0), keys.stride(0), values.stride(0),
             recent.keys.stride(0), heads, segments - pieces, factor, softcap * LOG2E, group.window,
@@ -213,9 +237,9 @@ class FastDecode:
         )  # fmt: skip
 
     def _merge(
-        self, group: QueryGroup, partial: torch.Tensor, lse: torch.Tensor, pieces: int, output: torch.Tensor
+        self, entries: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, pieces: int, output: torch.Tensor
     ) -> None:
-        """Merge the segments into the group's rows of output [T, H_q, d]."""
+        """Merge the segments into the requests' rows of output [T, H_q, d]."""
         n, heads, row_tiles, segments, tile, dim = partial.shape
         matrix, rows = self.tables.output_matrix, gluon_rows.ROWS.value
         groups, room = 1, rows * self.processors // (n * row_tiles * tile * heads)
@@ -224,7 +248,7 @@ class FastDecode:
         rows, warps, registers = program_rows(dim, not room)
         unroll = min(rows_in_flight(dim, rows, warps), triton.next_power_of_2(-(-(segments - pieces) // groups)))
         gluon_rows.merge_kernel[(-(-n * row_tiles * tile * groups // rows), heads)](
-            partial, lse, matrix.parts, group.entries, output, n, output.stride(0), matrix.scale, heads, row_tiles,
+            partial, lse, matrix.parts, entries, output, n, output.stride(0), matrix.scale, heads, row_tiles,
             pieces, segments, G=output.shape[1] // heads, R=tile, D=dim, GROUPS=groups,
             EXACT=matrix.exact, PDL=self.overlap, WARPS=warps, UNROLL=unroll, LSE_STEPS=-(-segments // dim),
             ROWS=rows, num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,

@@ -99,7 +99,6 @@ OBJECTIONS = [
     ({"alibi_slopes": [0.5]}, "ALiBi"),
     ({"extra_impl_args": {"sinks": object()}}, "sinks"),
     ({"extra_impl_args": {"chunk_lookback": 3}}, "chunk_lookback=3"),
-    ({"kv_sharing_target_layer_name": "model.layers.1"}, "shares the cache of model.layers.1"),
     ({"cache_config": SimpleNamespace(cache_dtype="fp8", sliding_window=None)}, "kv_cache_dtype='fp8'"),
     ({"head_size_v": 128}, "value head size 128"),
 ]
@@ -113,7 +112,7 @@ def test_layers_that_can_neither_be_compressed_nor_stay(monkeypatch, changed, sa
     from turboquant.integration import backend, compat
     from turboquant.integration.vllm import UnsupportedEngineError
 
-    monkeypatch.setattr(compat, "layer_place", lambda prefix: (3, 12))
+    monkeypatch.setattr(compat, "layer_place", lambda prefix: compat.LayerPlace(3, 12))
     with pytest.raises(UnsupportedEngineError, match=re.escape(said)) as error:
         backend.backend_for(TurboQuantConfig(), Attention, arguments(**changed))
     assert "model.layers.3" in str(error.value) and "skip_layers" in str(error.value)
@@ -129,7 +128,7 @@ def test_layers_that_stay_native(monkeypatch):
     class ChunkedAttention(Attention):
         pass
 
-    monkeypatch.setattr(compat, "layer_place", lambda prefix: (3, 12))
+    monkeypatch.setattr(compat, "layer_place", lambda prefix: compat.LayerPlace(3, 12))
     config = TurboQuantConfig()
     assert backend.backend_for(config, ChunkedAttention, arguments()) == "is ChunkedAttention"
     own = SimpleNamespace(get_name=lambda: "MINE")
@@ -142,12 +141,44 @@ def test_layers_that_stay_native(monkeypatch):
     assert backend.backend_for(first, Attention, arguments()).token_bytes(128) == 132 + 64
 
 
+def test_layers_that_share_a_cache_are_served_like_its_owner(monkeypatch):
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    from turboquant.integration import backend, compat
+    from turboquant.integration.vllm import UnsupportedEngineError
+
+    ours, theirs = SimpleNamespace(impl=object.__new__(backend.TurboQuantImpl)), SimpleNamespace(impl=object())
+    monkeypatch.setattr(compat, "layer_place", lambda prefix: compat.LayerPlace(3, 12))
+    shared, skipping = arguments(kv_sharing_target_layer_name="model.layers.1"), TurboQuantConfig(skip_layers=(3,))
+    monkeypatch.setattr(compat, "current_layer", lambda name: ours)
+    assert issubclass(backend.backend_for(TurboQuantConfig(), Attention, shared), backend.TurboQuantBackend)
+    with pytest.raises(UnsupportedEngineError, match=r"model\.layers\.3.* reads the cache of model\.layers\.1"):
+        backend.backend_for(skipping, Attention, shared)
+    monkeypatch.setattr(compat, "current_layer", lambda name: theirs)
+    assert backend.backend_for(skipping, Attention, shared) == "skip_layers"
+    with pytest.raises(UnsupportedEngineError, match="put both layers into skip_layers"):
+        backend.backend_for(TurboQuantConfig(), Attention, shared)
+
+
+def test_layers_of_a_draft_model_are_all_alike(monkeypatch):
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    from turboquant.integration import backend, compat
+
+    config = TurboQuantConfig(skip_layers=(0,), initial_layers_count=2, initial_layers_key_bits=8)
+    monkeypatch.setattr(compat, "layer_place", lambda prefix: compat.LayerPlace(0, 12, draft=True))
+    assert backend.backend_for(config, Attention, arguments()).key_bits == config.key_bits
+
+
 def engine_config(**changed):
     parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "enable_dbo": False}
     parts = {
         "parallel_config": SimpleNamespace(**parallel | changed.pop("parallel", {})),
         "kv_transfer_config": None,
         "speculative_config": None,
+        "cache_config": SimpleNamespace(),
         "model_config": SimpleNamespace(enable_sleep_mode=False, use_mla=False),
     }
     return SimpleNamespace(**parts | changed)
@@ -157,7 +188,7 @@ ENGINES = [
     ({"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size=2"),
     ({"parallel": {"enable_dbo": True}}, "enable_dbo=True"),
     ({"kv_transfer_config": object()}, "kv_transfer_config"),
-    ({"speculative_config": SimpleNamespace(method="eagle")}, "'eagle'"),
+    ({"speculative_config": SimpleNamespace(method="medusa")}, "'medusa'"),
     ({"model_config": SimpleNamespace(enable_sleep_mode=True, use_mla=False)}, "enable_sleep_mode"),
     ({"model_config": SimpleNamespace(enable_sleep_mode=False, use_mla=True)}, "MLA"),
     ({"model_config": SimpleNamespace(is_mm_prefix_lm=True)}, "both directions"),

@@ -151,6 +151,9 @@ def test_bytes_of_a_token(release):
         assert "customize_spec(spec)" in runner or "customize_attention_spec(" in runner
     else:
         assert "tq_slot_size" in release.fields(path, "TQFullAttentionSpec")
+        assert release.method(path, "SlidingWindowSpec", "real_page_size_bytes")
+        registry = release.source("v1/kv_cache_spec_registry.py", "KVCacheSpecRegistry", "get_manager_class")
+        assert "kvcache_spec_cls.__mro__" in registry
         assert "get_kv_cache_shape(" in release.text("v1/worker/gpu/attn_utils.py")
 
 

@@ -33,7 +33,7 @@ from turboquant.integration.rehearsal import distinct_steps, largest_steps, rehe
 from turboquant.integration.vllm import UnsupportedEngineError
 from turboquant.kernels import choose_kernels, choose_plan
 from turboquant.page import PageFormat
-from turboquant.score import HybridScorer
+from turboquant.score import HybridScorer, Own
 from turboquant.store import CompressedBlockStore
 
 PREFERRED_BLOCK = 32  # tokens of a page where nobody asked for a size
@@ -71,6 +71,11 @@ class TurboQuantBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def indexes_kv_by_block_stride(cls) -> bool:
+        """Pages may be padded: other layers' can be larger (vLLM 0.26 asks)."""
         return True
 
     @classmethod
@@ -135,6 +140,7 @@ class TurboQuantMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
+    ring: ExactRing
     plan: StepPlan
     rows: Mapping[int, Sequence[int]]
     causal: bool = True
@@ -149,15 +155,16 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.block_size = kv_cache_spec.block_size
-        self.impls = [compat.layer_named(vllm_config, name).impl for name in layer_names]
-        memory, blocks = self.impls[0].memory, compat.kernel_blocks(vllm_config, self.block_size)
+        self.block_size, self.vllm_config = kv_cache_spec.block_size, vllm_config
+        self.layer_names, self.impls = layer_names, list[TurboQuantImpl]()  # vLLM adds draft layers to the names later
+        impls = [compat.layer_named(vllm_config, name).impl for name in layer_names]
+        memory = min((impl.memory for impl in impls), key=lambda memory: memory.ring_tokens)
         capacity = memory.ring_tokens // self.block_size if memory.window else 0
+        blocks = compat.kernel_blocks(vllm_config, self.block_size)
         self.ring = ExactRing(blocks, self.block_size, memory.window, capacity, device)
         self.plan_ring = choose_plan(self.ring.owner.device)
         self.counters = Counters()
-        for impl in self.impls:
-            impl.attach(self.ring, self.counters)
+        self._join()
         for impl in {impl.variant: impl for impl in self.impls}.values():
             impl.compile_kernels()
         rows = compat.max_batch(vllm_config)
@@ -168,6 +175,20 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         if all(layer.impl.attached for layer in compressed_layers(vllm_config).values()):
             compat.log_once(vllm_config, summary(vllm_config))  # the last group has joined
+
+    def _join(self) -> None:
+        """Take in the layers that are named and have not joined yet.
+
+        Draft layers are in a group of the model first, and then move to one of their own.
+        """
+        for name in self.layer_names[len(self.impls) :]:
+            impl = compat.layer_named(self.vllm_config, name).impl
+            if impl.memory.ring_tokens < self.ring.tokens:
+                raise RuntimeError(
+                    f"{name} has room for {impl.memory.ring_tokens} exact tokens, not {self.ring.tokens}"
+                )
+            impl.attach(self.ring, self.counters)
+            self.impls.append(impl)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -183,6 +204,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
     ) -> TurboQuantMetadata:
         step = common_attn_metadata
         compat.check_step(step)
+        self._join()
         count = step.num_reqs
         batch = AttentionBatch(
             step.query_start_loc[: count + 1].long(), step.seq_lens[:count].long(), step.block_table_tensor[:count],
@@ -193,7 +215,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         self.plan_ring(self.ring, batch, self.lines[:count], plan.window)
         return TurboQuantMetadata(
             step.num_actual_tokens, step.max_query_len, step.query_start_loc, step.max_seq_len, step.seq_lens,
-            step.block_table_tensor, step.slot_mapping, plan, self._rows(batch),
+            step.block_table_tensor, step.slot_mapping, self.ring, plan, self._rows(batch),
         )  # fmt: skip
 
     def _rows(self, batch: AttentionBatch) -> Mapping[int, Sequence[int]]:
@@ -213,7 +235,19 @@ class LayerMemory:
 
 
 class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
-    """Attention of one layer on compressed pages."""
+    """Attention of one layer on compressed pages.
+
+    target: the layer whose cache this one reads instead of keeping its own, None for most layers.
+    """
+
+    target: "TurboQuantImpl | None" = None
+    is_shared = False  # whether another layer has this one as target
+    own_rows: Own | None = None  # of the running step, for the layers that share the cache
+    codec: KVCodec
+    memory: LayerMemory
+    recent: RingData
+    cache: LayerCache
+    scorer: HybridScorer
 
     def __init__(
         self,
@@ -232,6 +266,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
         self.scale, self.sliding_window = float(scale), sliding_window or 0
         self.kv_cache_dtype, self.logits_soft_cap = kv_cache_dtype, float(logits_soft_cap or 0.0)
+        self.target_name = kv_sharing_target_layer_name
         self.host = compat.host_of_layer(PREFERRED_BLOCK)
         self.attached = False
         self.bound: int | None = None
@@ -241,12 +276,18 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
     ) -> None:
         """Called when the layer has been made: what it is compressed with."""
         self.config, self.layer_index, self.transform = config, layer_index, None
-        if transforms:
+        if self.target_name is not None:
+            self.target = compat.current_layer(self.target_name).impl
+            self.target.is_shared = True
+        elif transforms:
             self.transform = of_layer(transforms, name, compat.tensor_parallel_place(), self.num_kv_heads)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Codec and exact tokens; before vLLM measures what is left for pages.  Weights may be loaded again."""
         if hasattr(self, "codec"):
+            return
+        if self.target is not None:  # an earlier layer
+            self.codec, self.memory, self.recent = self.target.codec, self.target.memory, self.target.recent
             return
         with compat.default_dtype(torch.float32):
             self.codec = KVCodec.build(
@@ -318,6 +359,10 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
 
     def _equip(self, ring: ExactRing) -> None:
         """The layer's kernels, on an empty page."""
+        if self.target is not None:
+            self.cache, self.table_bytes, scorer = self.target.cache, 0, self.target.scorer
+            self.scorer = replace(scorer, scale=self.scale, window=self.sliding_window, softcap=self.logits_soft_cap)
+            return
         self.cache = self.on_empty_page(ring)
         kernels = choose_kernels(self.cache, ring, compat.dense_attention(self.recent.keys))
         self.cache.encode = kernels.encode
@@ -328,6 +373,8 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         """Take vLLM's [blocks, H_kv, block, bytes] as pages."""
+        if self.target is not None:
+            return self.target.bind(kv_cache)
         if kv_cache.data_ptr() == self.bound:
             return
         pages = kv_cache.view(torch.uint8).flatten(2)
@@ -344,6 +391,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         if kv_cache.numel():
             self.bind(kv_cache)
             self.cache.ingest(self.ring, key, value, slot_mapping)
+            self.own_rows = (key, value) if self.is_shared else None
 
     def forward(
         self,
@@ -361,12 +409,15 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             raise RuntimeError("fused output quantisation is not supported by turboquant")
         rows = query.view(len(query), -1, self.head_size)
         if attn_metadata is None:  # profiling, or a step that only keeps other ranks company
-            if not self.attached and self.host.device.type != "cpu":
+            if not self.attached and self.target is None and self.host.device.type != "cpu":
                 self.take_memory(rows, key, value)
             return output.fill_(0)
+        if attn_metadata.ring is not self.ring:
+            raise RuntimeError("the step was planned for another group of layers than this one belongs to")
         self.bind(kv_cache)
         heads = output.view(len(output), -1, self.head_size)
-        self.scorer.attend(self.cache, attn_metadata.plan, rows, (key, value), heads, attn_metadata.rows)
+        own = (key, value) if self.target is None else self.target.own_rows
+        self.scorer.attend(self.cache, attn_metadata.plan, rows, own, heads, attn_metadata.rows)
         return output
 
 
@@ -394,10 +445,16 @@ def uninstall() -> None:
 def backend_for(config: TurboQuantConfig, layer_class: type, arguments: dict[str, Any]) -> Any:
     """The backend of a layer that is being made, or the reason (a string) why it stays native.
 
+    Layers of a draft model are compressed too, all alike: what they lose costs accepted drafts, not right answers.
     UnsupportedEngineError if it can neither be compressed nor stay native as it is.
     """
-    index, count = compat.layer_place(arguments["prefix"])
-    if config.skips(index, count):
+    place = compat.layer_place(arguments["prefix"])
+    target, skipped = arguments["kv_sharing_target_layer_name"], config.skips(place.index, place.count)
+    if target is not None and isinstance(compat.current_layer(target).impl, TurboQuantImpl) == skipped:
+        raise UnsupportedEngineError(
+            f"{arguments['prefix']} reads the cache of {target}: put both layers into skip_layers, or neither"
+        )
+    if skipped and not place.draft:
         return "skip_layers"
     if reason := compat.layer_stays_native(layer_class, arguments):
         return reason
@@ -405,12 +462,15 @@ def backend_for(config: TurboQuantConfig, layer_class: type, arguments: dict[str
         raise UnsupportedEngineError(
             f"turboquant cannot compress {arguments['prefix']}: {'; '.join(objections)}. Leave it out with skip_layers"
         )
-    return backend_of(config, config.layer_key_bits(index))
+    return backend_of(config, config.key_bits if place.draft else config.layer_key_bits(place.index))
 
 
 def made(config: TurboQuantConfig, transforms: dict[str, KeyTransform], layer: Any) -> None:
     """A layer with one of our backends has been made."""
-    layer.impl.configure(config, transforms, layer.layer_name, compat.layer_place(layer.layer_name)[0])
+    place = compat.layer_place(layer.layer_name)
+    if place.draft:
+        config, transforms = replace(config, initial_layers_count=0), {}
+    layer.impl.configure(config, transforms, layer.layer_name, place.index)
 
 
 def compressed_layers(vllm_config: Any) -> dict[str, Any]:
@@ -422,22 +482,23 @@ def stats(vllm_config: Any) -> dict[str, Any]:
     """Layers, bytes and counters of the native route in this worker; JSON-ready."""
     ours = compressed_layers(vllm_config)
     others = {n: layer for n, layer in compat.attention_layers(vllm_config).items() if n not in ours}
-    first = next(iter(ours.values())).impl
+    owners = [layer for layer in ours.values() if layer.impl.target is None]
+    first = owners[0].impl
     groups = {id(layer.impl.ring): layer.impl for layer in ours.values()}.values()
     return {
         "route": "native",
         "preset": first.config.name,
         "layers": list(ours),
         "skipped": {name: compat.native_because(layer) for name, layer in others.items()},
-        "bytes_per_token_native": sum(compat.plain_token_bytes(layer) for layer in ours.values()),
+        "bytes_per_token_native": sum(compat.plain_token_bytes(layer) for layer in owners),
         "bytes_per_token_compressed": sum(
-            layer.num_kv_heads * layer.get_attn_backend().token_bytes(layer.head_size) for layer in ours.values()
+            layer.num_kv_heads * layer.get_attn_backend().token_bytes(layer.head_size) for layer in owners
         ),
         "capacity_tokens": compat.pool_tokens(vllm_config),
-        "page_bytes": sum(layer.kv_cache.nbytes for layer in ours.values()),
+        "page_bytes": sum(layer.kv_cache.nbytes for layer in owners),
         "window": first.memory.window,
         "ring_tokens": first.memory.ring_tokens,
-        "ring_bytes": sum(layer.impl.recent.nbytes for layer in ours.values()) + sum(g.ring.nbytes for g in groups),
+        "ring_bytes": sum(layer.impl.recent.nbytes for layer in owners) + sum(g.ring.nbytes for g in groups),
         "table_bytes": sum(layer.impl.table_bytes for layer in ours.values()),
         "tokens_encoded": sum(group.counters.tokens_encoded for group in groups),
         "tokens_read": sum(group.counters.tokens_read for group in groups),

@@ -450,14 +450,28 @@ def packed_spec(spec: Any, token_bytes: int) -> Any:
 
 
 def slotted_spec(spec: Any, token_bytes: int) -> Any:
-    """The same up to 0.27.1, where vLLM's TurboQuant has a spec with bytes per token (0.20.2 to 0.27.1)."""
+    """The same up to 0.27.1, where vLLM's TurboQuant has a spec with bytes per token (0.20.2 to 0.27.1).
+
+    For sliding windows there is none; ours is known to vLLM by its base class (0.26.0).
+    """
     import vllm.v1.kv_cache_interface as interface
 
-    if type(spec) is not interface.FullAttentionSpec:
-        raise RuntimeError(f"turboquant cannot pack a {type(spec).__name__} on vLLM {vllm_version()}")
-    fields = {name: getattr(spec, name) for name in interface.FullAttentionSpec.__dataclass_fields__}
-    packed: Any = vars(interface)["TQFullAttentionSpec"]
-    return packed(**{**fields, "dtype": torch.uint8}, tq_slot_size=token_bytes)
+    fields = {name: getattr(spec, name) for name in type(spec).__dataclass_fields__} | {"dtype": torch.uint8}
+    if type(spec) is interface.FullAttentionSpec:
+        packed: Any = vars(interface)["TQFullAttentionSpec"]
+        return packed(**fields, tq_slot_size=token_bytes)
+    if type(spec) is interface.SlidingWindowSpec and packs_windows():
+        from turboquant.integration.specs import PackedSlidingWindowSpec
+
+        return PackedSlidingWindowSpec(**fields, token_bytes=token_bytes)
+    raise RuntimeError(f"turboquant cannot pack a {type(spec).__name__} on vLLM {vllm_version()}")
+
+
+def packs_windows() -> bool:
+    """Whether pages of sliding windows can be packed: by `packed_spec`, or by a spec of ours (0.26.0, 0.27)."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    return packs_states() or "real_page_size_bytes" in vars(SlidingWindowSpec)
 
 
 def head_major_layouts() -> Any:
@@ -467,13 +481,27 @@ def head_major_layouts() -> Any:
     return (KVCacheLayout.LBHNC,)
 
 
-def layer_place(prefix: str) -> tuple[int, int]:
-    """Index of a layer in the model, from its name, and the number of layers."""
+DRAFT_TAGS = ("eagle_head", "draft_model")  # what vLLM calls models that propose tokens for another (0.26.0 to 0.33.0)
+DRAFT_METHODS = ("ngram", "eagle", "eagle3", "mtp", "draft_model")  # whose drafts are ordinary causal steps
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """Index of a layer among the `count` of the served model; draft: it belongs to one that proposes tokens for it."""
+
+    index: int
+    count: int
+    draft: bool = False
+
+
+def layer_place(prefix: str) -> LayerPlace:
+    """Of the layer that is being made, from its name."""
+    from vllm.compilation import backends
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.models.utils import extract_layer_index
 
     config = get_current_vllm_config().model_config.hf_text_config
-    return extract_layer_index(prefix), config.num_hidden_layers
+    return LayerPlace(extract_layer_index(prefix), config.num_hidden_layers, backends.model_tag in DRAFT_TAGS)
 
 
 def layer_stays_native(layer_class: type, arguments: dict[str, Any]) -> str | None:
@@ -487,7 +515,7 @@ def layer_stays_native(layer_class: type, arguments: dict[str, Any]) -> str | No
         return f"has a backend of its own ({arguments['attn_backend'].get_name()})"
     if getattr(attn_type, "value", attn_type) != "decoder":
         return f"is {attn_type} attention"
-    if sliding_window(arguments) and not packs_states():
+    if sliding_window(arguments) and not packs_windows():
         return "has a sliding window, whose pages this vLLM cannot pack"
     return None
 
@@ -511,8 +539,6 @@ def arguments_objections(arguments: dict[str, Any]) -> list[str]:
             reasons.append("attention sinks")
         elif value not in (None, False, -1):
             reasons.append(f"{name}={value!r}, which turboquant does not know")
-    if arguments["kv_sharing_target_layer_name"] is not None:
-        reasons.append(f"it shares the cache of {arguments['kv_sharing_target_layer_name']}")
     value_size = arguments["head_size_v"]
     if value_size not in (None, arguments["head_size"]):
         reasons.append(f"value head size {value_size} differs from the key's {arguments['head_size']}")
@@ -525,8 +551,10 @@ def config_objections(vllm_config: Any) -> list[str]:
     if vllm_config.kv_transfer_config is not None:
         reasons.append("kv_transfer_config is set: KV connectors move pages and leave the exact tokens behind")
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method != "ngram":
-        reasons.append(f"speculative method={speculative.method!r}: only 'ngram' is supported")
+    if speculative is not None and speculative.method not in DRAFT_METHODS:
+        reasons.append(f"speculative method={speculative.method!r}: supported are {', '.join(DRAFT_METHODS)}")
+    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
+        reasons.append("kv_sharing_fast_prefill=True skips rows of layers that share a cache; turn it off")
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         reasons.append("enable_sleep_mode=True discards the exact tokens of the ring; turn it off")
     if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
@@ -581,6 +609,13 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
     """Softmax attention layers of the model, ours and others."""
     context = vllm_config.compilation_config.static_forward_context
     return {name: layer for name, layer in context.items() if hasattr(layer, "impl") and hasattr(layer, "head_size")}
+
+
+def current_layer(name: str) -> Any:
+    """A layer of the model that is being made."""
+    from vllm.config import get_current_vllm_config
+
+    return layer_named(get_current_vllm_config(), name)
 
 
 def layer_named(vllm_config: Any, name: str) -> Any:

@@ -189,7 +189,7 @@ ENGINES = [
     ({"parallel": {"enable_dbo": True}}, "enable_dbo=True"),
     ({"kv_transfer_config": object()}, "kv_transfer_config"),
     ({"speculative_config": SimpleNamespace(method="medusa")}, "'medusa'"),
-    ({"model_config": SimpleNamespace(enable_sleep_mode=True, use_mla=False)}, "enable_sleep_mode"),
+    ({"cache_config": SimpleNamespace(kv_sharing_fast_prefill=True)}, "kv_sharing_fast_prefill"),
     ({"model_config": SimpleNamespace(enable_sleep_mode=False, use_mla=True)}, "MLA"),
     ({"model_config": SimpleNamespace(is_mm_prefix_lm=True)}, "both directions"),
 ]

@@ -154,6 +154,11 @@ def test_bytes_of_a_token(release):
         assert release.method(path, "SlidingWindowSpec", "real_page_size_bytes")
         registry = release.source("v1/kv_cache_spec_registry.py", "KVCacheSpecRegistry", "get_manager_class")
         assert "kvcache_spec_cls.__mro__" in registry
+        aligned = release.source("platforms/interface.py", "Platform", "_align_hybrid_block_size")
+        assert (
+            "import (\n            FullAttentionSpec," in aligned
+            and "attn_page_size_1_token = FullAttentionSpec(" in aligned
+        )
         assert "get_kv_cache_shape(" in release.text("v1/worker/gpu/attn_utils.py")
 
 

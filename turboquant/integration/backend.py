@@ -63,7 +63,8 @@ class TurboQuantBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
+        """Larger blocks, as hybrid models have, are made of these: the exact ring takes whole blocks."""
+        return [16, 32, 64, 128]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -157,24 +158,28 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size, self.vllm_config = kv_cache_spec.block_size, vllm_config
         self.layer_names, self.impls = layer_names, list[TurboQuantImpl]()  # vLLM adds draft layers to the names later
-        impls = [compat.layer_named(vllm_config, name).impl for name in layer_names]
+        compat.outside_pools(device, self._prepare)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        if all(layer.impl.attached for layer in compressed_layers(vllm_config).values()):
+            compat.log_once(vllm_config, summary(vllm_config))  # the last group has joined
+
+    def _prepare(self) -> None:
+        """Everything that outlives a step."""
+        impls = [compat.layer_named(self.vllm_config, name).impl for name in self.layer_names]
         memory = min((impl.memory for impl in impls), key=lambda memory: memory.ring_tokens)
         capacity = memory.ring_tokens // self.block_size if memory.window else 0
-        blocks = compat.kernel_blocks(vllm_config, self.block_size)
-        self.ring = ExactRing(blocks, self.block_size, memory.window, capacity, device)
+        blocks = compat.kernel_blocks(self.vllm_config, self.block_size)
+        self.ring = ExactRing(blocks, self.block_size, memory.window, capacity, self.device)
         self.plan_ring = choose_plan(self.ring.owner.device)
         self.counters = Counters()
         self._join()
         for impl in {impl.variant: impl for impl in self.impls}.values():
             impl.compile_kernels()
-        rows = compat.max_batch(vllm_config)
-        self.lines = torch.zeros(rows, 4, dtype=torch.int32, device=device)
-        self.index = torch.zeros(rows, self.ring.window, dtype=torch.int64, device=device)
-        self.present = torch.zeros(rows, self.ring.window, dtype=torch.bool, device=device)
+        rows = compat.max_batch(self.vllm_config)
+        self.lines = torch.zeros(rows, 4, dtype=torch.int32, device=self.device)
+        self.index = torch.zeros(rows, self.ring.window, dtype=torch.int64, device=self.device)
+        self.present = torch.zeros(rows, self.ring.window, dtype=torch.bool, device=self.device)
         rehearse_plan(self.plan_ring, self.ring, self.lines, ExactWindow(self.index, self.present))
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        if all(layer.impl.attached for layer in compressed_layers(vllm_config).values()):
-            compat.log_once(vllm_config, summary(vllm_config))  # the last group has joined
 
     def _join(self) -> None:
         """Take in the layers that are named and have not joined yet.
@@ -290,13 +295,15 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             self.codec, self.memory, self.recent = self.target.codec, self.target.memory, self.target.recent
             return
         with compat.default_dtype(torch.float32):
-            self.codec = KVCodec.build(
-                self.config, self.layer_index, self.num_kv_heads, self.head_size, self.transform, self.host.device
-            )
+            self.codec = compat.outside_pools(self.host.device, self._build_codec)
         self.memory = self._plan_memory(act_dtype)
         self.recent = RingData(
             self.memory.ring_tokens, self.num_kv_heads, self.head_size, act_dtype, self.host.device
         )  # fmt: skip
+
+    def _build_codec(self) -> KVCodec:
+        sizes = self.num_kv_heads, self.head_size
+        return KVCodec.build(self.config, self.layer_index, *sizes, self.transform, self.host.device)
 
     def _plan_memory(self, dtype: torch.dtype) -> LayerMemory:
         """Windows of all requests that may run, or of as many as the ring's share of the memory holds."""

@@ -8,10 +8,11 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,6 +25,7 @@ HOOKED_METHODS = {
     "forward": ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
     "do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
 }
+Result = TypeVar("Result")
 PROBE_BASE = 128  # integers below this are exact in bf16, fp16 and fp32
 
 
@@ -388,26 +390,31 @@ class AttentionPatch:
     """
 
     def __init__(self, backend_for: Callable[[type, dict[str, Any]], Any], made: Callable[[Any], None]):
-        from vllm.model_executor.layers.attention.attention import Attention
-
-        self.attention, self.backend_for, self.made = Attention, backend_for, made
-        self.originals = {name: Attention.__dict__[name] for name in ("__init__", "get_kv_cache_spec")}
+        self.backend_for, self.made = backend_for, made
+        self.originals: list[tuple[type, str, Any]] = []
 
     def apply(self) -> None:
-        if "attn_backend" not in inspect.signature(self.originals["__init__"]).parameters:
+        from vllm.model_executor.layers.attention.attention import Attention
+        from vllm.platforms.interface import Platform
+
+        if "attn_backend" not in inspect.signature(Attention.__init__).parameters:
             raise RuntimeError(f"Attention of vLLM {vllm_version()} takes no attn_backend: turboquant does not know it")
-        replacements = {"__init__": self._init()}
+        self._replace(Attention, "__init__", self._init)
         if not packs_states():
-            replacements["get_kv_cache_spec"] = self._spec()
-        for name, replacement in replacements.items():
-            setattr(self.attention, name, replacement)
+            self._replace(Attention, "get_kv_cache_spec", self._spec)
+            self._replace(Platform, "_align_hybrid_block_size", self._aligned)
 
     def undo(self) -> None:
-        for name, original in self.originals.items():
-            setattr(self.attention, name, original)
+        while self.originals:
+            setattr(*self.originals.pop())
 
-    def _init(self) -> Callable[..., None]:
-        original, signature = self.originals["__init__"], inspect.signature(self.originals["__init__"])
+    def _replace(self, owner: type, name: str, replacement: Callable[[Any], Any]) -> None:
+        original = vars(owner)[name]
+        setattr(owner, name, replacement(original))
+        self.originals.append((owner, name, original))
+
+    def _init(self, original: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(original)
 
         @functools.wraps(original)
         def init(layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -423,9 +430,7 @@ class AttentionPatch:
 
         return init
 
-    def _spec(self) -> Callable[..., Any]:
-        original = self.originals["get_kv_cache_spec"]
-
+    def _spec(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def get_kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
             spec = original(layer, vllm_config)
@@ -433,6 +438,33 @@ class AttentionPatch:
             return spec if token_bytes is None else slotted_spec(spec, token_bytes(layer.head_size))
 
         return get_kv_cache_spec
+
+    def _aligned(self, original: Any) -> Any:
+        """Blocks of hybrid models, so large that a page holds a recurrent state; from 0.30.0 on vLLM asks the backend."""
+        import vllm.v1.kv_cache_interface as interface
+
+        plain = interface.FullAttentionSpec
+
+        def _align_hybrid_block_size(platform: Any, vllm_config: Any, backend: Any) -> None:
+            token_bytes = getattr(backend, "token_bytes", None)
+            if token_bytes is None:
+                return original.__func__(platform, vllm_config, backend)
+            packed = lambda **fields: slotted_spec(plain(**fields), token_bytes(fields["head_size"]))  # noqa: E731
+            with replaced(interface, "FullAttentionSpec", packed):
+                original.__func__(platform, vllm_config, backend)
+
+        return classmethod(_align_hybrid_block_size)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute has another value within the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def packs_states() -> bool:
@@ -457,7 +489,7 @@ def slotted_spec(spec: Any, token_bytes: int) -> Any:
     import vllm.v1.kv_cache_interface as interface
 
     fields = {name: getattr(spec, name) for name in type(spec).__dataclass_fields__} | {"dtype": torch.uint8}
-    if type(spec) is interface.FullAttentionSpec:
+    if type(spec).__name__ == "FullAttentionSpec":
         packed: Any = vars(interface)["TQFullAttentionSpec"]
         return packed(**fields, tq_slot_size=token_bytes)
     if type(spec) is interface.SlidingWindowSpec and packs_windows():
@@ -555,8 +587,6 @@ def config_objections(vllm_config: Any) -> list[str]:
         reasons.append(f"speculative method={speculative.method!r}: supported are {', '.join(DRAFT_METHODS)}")
     if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
         reasons.append("kv_sharing_fast_prefill=True skips rows of layers that share a cache; turn it off")
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        reasons.append("enable_sleep_mode=True discards the exact tokens of the ring; turn it off")
     if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
         reasons.append("the model attends to images in both directions")
     if getattr(vllm_config.model_config, "use_mla", False):
@@ -591,6 +621,25 @@ def host_of_layer(preferred_block: int) -> LayerHost:
     layers = config.model_config.get_num_layers(config.parallel_config)
     block = max(cache.block_size or preferred_block, preferred_block)
     return LayerHost(device, step_limits(config), block, layers, budget)
+
+
+def outside_pools(device: torch.device, function: Callable[[], Result]) -> Result:
+    """Run a function whose allocations shall outlive vLLM's sleep, which discards or moves what lies in its pools.
+
+    A pool takes what the thread allocates that opened it (torch 2.8 and newer), so that another thread is outside.
+    """
+    if device.type != "cuda":
+        return function()
+    inference = torch.is_inference_mode_enabled()
+
+    def run() -> Result:
+        with torch.cuda.device(device), torch.inference_mode(inference):
+            result = function()
+            torch.cuda.synchronize()
+            return result
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 @contextmanager

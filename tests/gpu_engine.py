@@ -56,31 +56,39 @@ def gemma3():
     )
 
 
-def bamba():
+def granite():
     """Two of four layers are Mamba 2."""
-    from transformers import BambaConfig, BambaForCausalLM
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
-    return BambaForCausalLM(
-        BambaConfig(
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
             hidden_size=512,
             intermediate_size=1024,
+            shared_intermediate_size=1024,
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
             vocab_size=VOCABULARY,
             max_position_embeddings=4096,
-            attn_layer_indices=[1, 3],
+            layer_types=["mamba", "attention"] * 2,
             mamba_n_heads=16,
             mamba_d_head=64,
             mamba_d_state=64,
             mamba_expand=2,
             mamba_n_groups=1,
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            position_embedding_type="rope",
+            attention_multiplier=128**-0.5,
+            logits_scaling=1.0,
+            residual_multiplier=1.0,
+            embedding_multiplier=1.0,
             initializer_range=512**-0.5,
         )
     )
 
 
-MODELS = {"llama": llama, "gemma3": gemma3, "bamba": bamba}
+MODELS = {"llama": llama, "gemma3": gemma3, "granite": granite}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 
 
@@ -164,7 +172,7 @@ def run(case):
     prompts = [
         {"prompt_token_ids": [(7 * i * j + i * i + j // 7) % 1000 for j in range(n)]} for i, n in enumerate(LENGTHS)
     ]
-    result = {"start_compiled": None, "config": str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode)}
+    result = {"config": str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode)}
     if case["preset"] and "enforce_eager" in case["engine"]:
         forbid_waiting()
     compiled, before = watch_compilations(), torch.cuda.memory_allocated()

@@ -23,7 +23,7 @@ from gpu_engine import GRAPHS  # noqa: E402
 SCRIPT = Path(__file__).with_name("gpu_engine.py")
 EAGER, GRAPH = {"enforce_eager": True}, {"compilation_config": GRAPHS}
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
-BUSY = {"num_gpu_blocks_override": 140}  # the five requests need 152 and more
+BUSY = {"num_gpu_blocks_override": 155}  # the prompts take 152 blocks, and three of them grow into another one
 
 
 def case(model="llama", preset="k4v4", runner="0", sleep=False, **engine):
@@ -42,8 +42,8 @@ CASES = {
     "sleep": case(sleep=True, **GRAPH, enable_sleep_mode=True),
     "gemma3 native": case("gemma3", None, **EAGER),
     "gemma3": case("gemma3", **GRAPH),
-    "bamba native": case("bamba", None, **EAGER),
-    "bamba": case("bamba", **GRAPH),
+    "granite native": case("granite", None, **EAGER),
+    "granite": case("granite", **GRAPH),
 }
 OURS = [name for name, made in CASES.items() if made["preset"]]
 
@@ -171,6 +171,6 @@ def test_sliding_windows_are_compressed(result):
     assert len(result["stats"]["layers"]) == 6 and not result["stats"]["skipped"]
 
 
-@pytest.mark.parametrize(**decoded("bamba"))
+@pytest.mark.parametrize(**decoded("granite"))
 def test_attention_of_hybrid_models_is_compressed(result):
     assert len(result["stats"]["layers"]) == 2 and not result["stats"]["skipped"]

@@ -440,7 +440,7 @@ class AttentionPatch:
         return get_kv_cache_spec
 
     def _aligned(self, original: Any) -> Any:
-        """Blocks of hybrid models, so large that a page holds a recurrent state; from 0.30.0 on vLLM asks the backend."""
+        """Blocks of hybrid models, so large that a page holds a recurrent state; newer vLLM asks the backend."""
         import vllm.v1.kv_cache_interface as interface
 
         plain = interface.FullAttentionSpec

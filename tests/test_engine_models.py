@@ -79,6 +79,39 @@ def test_layers_that_share_a_cache(gemma3n):
     assert [o.token_ids[0] for o in outputs] == [o.token_ids[0] for o in native]
 
 
+# ---- attention beside recurrent layers -------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def lfm2(tmp_path_factory):
+    """Random weights: 2 layers with a recurrent state of 23 x 256 numbers, as large as the pages of many tokens, and 2
+    of attention.
+    """
+    torch.manual_seed(0)
+    config = transformers.Lfm2Config(
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, layer_types=["conv", "full_attention"] * 2,
+        full_attn_idxs=[1, 3], conv_L_cache=24, block_ff_dim=512, block_auto_adjust_ff_dim=False,
+        initializer_range=256**-0.5,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("lfm2")
+    transformers.Lfm2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    stored = json.loads((folder / "config.json").read_text())
+    vllms = {"conv_dim": 256, "conv_dim_out": 256, "block_dim": 256, "block_multiple_of": 256}  # names that vLLM reads
+    (folder / "config.json").write_text(json.dumps(stored | vllms | {"block_ffn_dim_multiplier": 1.0}))
+    return folder
+
+
+@pytest.mark.parametrize("window", [64, 0])
+def test_attention_beside_recurrent_layers(lfm2, window):
+    """Their states decide how large a block is; ours then holds several of the kernels' blocks."""
+    limits = {"skip_tokenizer_init": True, "max_num_batched_tokens": 64}
+    native, _, _ = run(lfm2, None, numbers, **limits)
+    options = {"buffer_size": window, "ring_share": 0.1}
+    outputs, stats, _ = run(lfm2, "k4v4", numbers, options=options, **limits)
+    assert len(stats["layers"]) == 2 and stats["window"] == window
+    assert stats["bytes_per_token_compressed"] == 2 * 2 * 68
+    assert distance(native, outputs) <= 0.02
+
+
 # ---- speculative decoding --------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def eagle(tmp_path_factory):

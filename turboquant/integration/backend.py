@@ -63,8 +63,8 @@ class TurboQuantBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Larger blocks, as hybrid models have, are made of these: the exact ring takes whole blocks."""
-        return [16, 32, 64, 128]
+        """Never part of a block: vLLM's CPU runner zeroes the wrong ones where blocks are split (0.32.0)."""
+        return [MultipleOf(16)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:

@@ -1,21 +1,27 @@
 #!/usr/bin/env python3
-"""Measure turboquant's kernels against what a vLLM user has otherwise.
+"""Measure turboquant's kernels, and engines with it, against what a vLLM user has otherwise.
 
     python benchmark.py kernels --json benchmarks/results/h200-kernels.json
     python benchmark.py prefill --json benchmarks/results/h200-prefill.json
     python benchmark.py kernels --shapes 16x32768,1x32768 --heads 32,8,128 --presets k4v4
+    python benchmark.py engine --json benchmarks/results/h200-engine.json --plot engine.png
+    python benchmark.py engine --model FOLDER --contenders bf16,k4v4 --shapes 4x256   (also without a GPU)
 
-Every contender runs in this process on the same shapes, is checked against torch before it is timed, and is timed as
-the replay of a CUDA graph of several calls (median of several replays), so that no launch time of Python is in it;
-attention of prompt chunks, which engines launch from Python, as several calls launched in a row.
-"Ours" is the whole of an attention layer's decode: query preparation, history and exact window, merge.
+`engine` starts every contender as a process of its own: see `turboquant.integration.engine_benchmark`.
+
+For `kernels` and `prefill`, every contender runs in this process on the same shapes, is checked against torch before
+it is timed, and is timed as the replay of a CUDA graph of several calls (median of several replays), so that no launch
+time of Python is in it; attention of prompt chunks, which engines launch from Python, as several calls launched in a
+row.  "Ours" is the whole of an attention layer's decode: query preparation, history and exact window, merge.
 """
 
 import argparse
 import json
 import math
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -29,6 +35,7 @@ from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan
 from turboquant.codec import KVCodec
 from turboquant.config import PRESETS, TurboQuantConfig
 from turboquant.integration.compat import dense_attention
+from turboquant.integration.engine_benchmark import Case, Geometry, Load, check_contender
 from turboquant.kernels import choose_kernels
 from turboquant.score import HybridScorer, QueryGroup
 
@@ -37,6 +44,8 @@ HEADS = ("32,8,128", "64,8,128", "14,2,64", "16,8,128", "32,4,256")
 DECODE_PRESETS = "k4v4,k8v4,k3v3,k4v2,k3v2,k2v2"
 BLOCK = 32  # tokens of a compressed page
 WINDOW = 128  # exact tokens
+ENGINE_CONTENDERS = "bf16,fp8,k4v4,k3v2"
+ENGINE_SHAPES = "1x131072,1x32768,16x32768,64x4096"
 CALLS, REPLAYS = 10, 7
 LAYERS = 8  # attention calls that Python launches one after the other, as the layers of a step are
 CHECKED_REQUESTS = 1
@@ -398,6 +407,102 @@ def prefill(arguments: argparse.Namespace) -> None:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
+# ---- engines ---------------------------------------------------------------------------------------------------
+def engine(arguments: argparse.Namespace) -> None:
+    """Whole engines: capacity, prefill, decode steps, cached prompts, serving."""
+    from tqdm import tqdm
+
+    cases = list(engine_cases(arguments))
+    report: dict[str, Any] = {"command": own_command(), "engines": {}, "rows": [], "serving": [], "failed": {}}
+    with tqdm(total=sum(1 + len(case.shapes) + len(case.loads) for case in cases)) as bar:
+        for case in cases:
+            bar.set_description(case.contender)
+            for kind, found in run_case(case):
+                collect(report, case.contender, kind, found)
+                bar.update()
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print_engines(report)
+    if arguments.plot:
+        plot_engines(report, arguments.plot)
+
+
+def engine_cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    loads = tuple(Load(rate, *arguments.load) for rate in arguments.rates)
+    options = json.loads(arguments.engine)
+    for contender in arguments.contenders.split(","):
+        check_contender(contender)
+    for contender in arguments.contenders.split(","):
+        yield Case(
+            contender, arguments.model, Geometry(**json.loads(arguments.geometry)),
+            tuple(parse_shapes(arguments.shapes)), tuple(arguments.lengths), arguments.repeats, loads, options,
+        )  # fmt: skip
+
+
+def run_case(case: Case) -> Iterator[tuple[str, Any]]:
+    """("engine", "row" or "serving", what the process printed), and ("failed", why) if it did not end well."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, log = Path(folder, "case.json"), Path(folder, "log.txt")
+        file.write_text(case.to_json())
+        command = [sys.executable, "-m", "turboquant.integration.engine_benchmark", str(file)]
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as run,
+        ):
+            assert run.stdout is not None
+            for line in run.stdout:
+                if line.startswith('{"'):  # vLLM prints too
+                    yield from json.loads(line).items()
+        if run.returncode:
+            yield "failed", log.read_text().strip().splitlines()[-1:]
+
+
+def collect(report: dict[str, Any], contender: str, kind: str, found: Any) -> None:
+    if kind in ("engine", "failed"):
+        report["engines" if kind == "engine" else kind][contender] = found
+    else:
+        report["rows" if kind == "row" else kind].append(found)
+
+
+def print_engines(report: dict[str, Any]) -> None:
+    titles = "batch x length", "tokens", "prefill tok/s", "ms a step", "cached s"
+    print(f"{'contender':22} {titles[0]:>16} {titles[1]:>10} {titles[2]:>14} {titles[3]:>10} {titles[4]:>9}")
+    for row in report["rows"]:
+        head = f"{row['contender']:22} {row['batch']:>5} x {row['length']:<8} {row['capacity_tokens']:>10}"
+        if "skipped" in row:
+            print(head, row["skipped"])
+            continue
+        print(f"{head} {row['prefill_tok_s']:14.0f} {row['decode_ms_step']:10.2f} {row['cached_prefix_s']:9.3f}")
+    for row in report["serving"]:
+        print(f"{row['contender']:22} {row['rate']:g} requests/s: {row['output_tok_s']:.0f} tokens/s, first token "
+              f"{row['ttft_ms_p50']:.0f} ms, then {row['tpot_ms_p50']:.1f} ms each")  # fmt: skip
+    for contender, reason in report["failed"].items():
+        print(f"{contender:22} failed: {' '.join(reason)}")
+
+
+def plot_engines(report: dict[str, Any], path: Path) -> None:
+    """Step time against the batch's context, and throughput against concurrency."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    steps, serving = figure.subplots(1, 2)
+    for contender in report["engines"]:
+        rows = [row for row in report["rows"] if row["contender"] == contender and "skipped" not in row]
+        draw(steps, contender, [(row["batch"] * row["length"], row["decode_ms_step"]) for row in rows])
+        rows = [row for row in report["serving"] if row["contender"] == contender]
+        draw(serving, contender, [(row["mean_concurrency"], row["output_tok_s"]) for row in rows])
+    steps.set(xlabel="tokens of context in the batch", ylabel="ms per decode step", xscale="log", ylim=(0, None))
+    serving.set(xlabel="requests running, on average", ylabel="output tokens per second", ylim=(0, None))
+    figure.savefig(path, dpi=120)
+
+
+def draw(axes: Any, label: str, points: list[tuple[float, float]]) -> None:
+    if points:
+        axes.plot(*zip(*sorted(points), strict=True), "o-", label=label)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend()
+
+
 def own_command() -> str:
     return " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
 
@@ -488,11 +593,26 @@ def main() -> None:
     part.add_argument("--chunks", default="64x0,2048x32768,16384x0", help="NEWxCACHED,...")
     part.add_argument("--presets", default="k4v4,k3v2")
     part.add_argument("--json", type=Path)
+    part = commands.add_parser("engine", help="whole engines, one process per contender")
+    part.add_argument(
+        "--contenders", default=ENGINE_CONTENDERS, help="bf16, vLLM's cache dtypes, presets, hooks-PRESET"
+    )
+    part.add_argument("--shapes", default=ENGINE_SHAPES, help="BATCHxPROMPT,...")
+    part.add_argument("--model", help="folder with a model; without it, dummy weights")
+    part.add_argument("--geometry", default="{}", help='of the dummy model, JSON such as {"layers": 8, "kv_heads": 2}')
+    part.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, JSON")
+    part.add_argument("--lengths", nargs=2, type=int, default=[8, 72], help="the two generation lengths")
+    part.add_argument("--repeats", type=int, default=3)
+    part.add_argument("--rates", nargs="*", type=float, default=[], help="serving loads: requests per second")
+    part.add_argument("--load", nargs=4, type=int, default=[96, 12288, 4096, 256], metavar="N",
+                      help="of a serving load: requests, shared tokens, own tokens, output tokens")  # fmt: skip
+    part.add_argument("--json", type=Path)
+    part.add_argument("--plot", type=Path, help="PNG; needs matplotlib")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmark.py needs a CUDA device")
+    if not torch.cuda.is_available() and arguments.command != "engine":
+        raise SystemExit("benchmark.py kernels and prefill need a CUDA device")
     try:
-        {"kernels": kernels, "prefill": prefill}[arguments.command](arguments)
+        {"kernels": kernels, "prefill": prefill, "engine": engine}[arguments.command](arguments)
     except ValueError as error:
         parser.error(str(error))
 

@@ -209,8 +209,20 @@ def test_graph_replay_with_other_lengths():
         )
 
 
-@pytest.mark.parametrize("options", [{}, {"key_bits": 8}, {"d": 64, "hkv": 2, "hq": 14}, {"window": 0}], ids=str)
-def test_prefill_of_long_chunks(options):
+@pytest.mark.parametrize(
+    ("options", "sliding", "softcap"),
+    [
+        ({}, 0, 0.0),
+        ({"key_bits": 8}, 0, 0.0),
+        ({"d": 64, "hkv": 2, "hq": 14}, 0, 0.0),
+        ({"window": 0}, 0, 0.0),
+        ({}, 500, 0.0),
+        ({"window": 0}, 4096, 30.0),
+        ({}, 0, 30.0),
+    ],
+    ids=str,
+)
+def test_prefill_of_long_chunks(options, sliding, softcap):
     compat = pytest.importorskip("turboquant.integration.compat")
     case = make_case((20000, 33, 700), q=600, **options)
     attention = compat.dense_attention(case.layer.recent.keys)
@@ -219,10 +231,11 @@ def test_prefill_of_long_chunks(options):
     kernels = choose_kernels(case.layer, case.engine.ring, attention)
     scale, tokens = case.query.shape[2] ** -0.5, int(case.plan.batch.query_start[-1])
     want, got = torch.zeros(case.query.shape, device="cuda"), torch.zeros_like(case.query)
-    HybridScorer(scale).attend(case.layer, case.plan, case.query, case.own, want)
-    HybridScorer(scale, fused=kernels.fused).attend(case.layer, case.plan, case.query, case.own, got)
+    HybridScorer(scale, sliding, softcap).attend(case.layer, case.plan, case.query, case.own, want)
+    fast = HybridScorer(scale, sliding, softcap, fused=kernels.fused)
+    fast.attend(case.layer, case.plan, case.query, case.own, got)
     error = float((got[:tokens].float() - want[:tokens]).norm() / want[:tokens].norm())
-    RESULTS[f"prefill {options}"] = error
+    RESULTS[f"prefill {options} {sliding} {softcap}"] = error
     assert error < MAX_ERROR
 
 

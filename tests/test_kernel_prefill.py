@@ -18,12 +18,16 @@ from turboquant.score import HybridScorer, merge
 HEADS, GROUP, BLOCK = 2, 3, 16
 
 
-def dense(query, keys, values, scale, causal):
+def dense(query, keys, values, scale, causal, window, softcap):
     """A dense attention as an engine would bring it, computed in float32."""
     q = query.float().unflatten(1, (keys.shape[1], -1))
     scores = torch.einsum("qhgd,lhd->hgql", q, keys.float()).flatten(0, 1) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if causal:
-        scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
+        position = torch.arange(len(query), device=DEVICE)[:, None] + len(keys) - len(query)
+        distance = position - torch.arange(len(keys), device=DEVICE)
+        scores = scores.masked_fill((distance < 0) | (window > 0) & (distance >= window), -torch.inf)
     out = torch.einsum("hgql,lhd->qhgd", scores.softmax(-1).unflatten(0, q.shape[1:3]), values.float())
     return out.flatten(1, 2).to(query.dtype), scores.logsumexp(-1)
 
@@ -82,15 +86,27 @@ def test_chunk_equals_the_torch_scorer(options, workspace, monkeypatch):
     assert (got - want).norm() / want.norm() < 1e-2  # decoded rows are bfloat16; the interpreter truncates
 
 
-def test_groups_that_it_does_not_serve():
+@pytest.mark.parametrize("window", [20, 0])
+@pytest.mark.parametrize(
+    ("sliding", "softcap"), [(13, 0.0), (1, 0.0), (45, 0.0), (1000, 0.0), (0, 3.0), (25, 3.0)], ids=str
+)
+def test_sliding_window_and_softcap(sliding, softcap, window, monkeypatch):
+    monkeypatch.setattr(prefill, "WORKSPACE_TOKENS", 40)
+    layer, plan, query, own = make_step((90, 0, 37), (21, 18, 30), window=window)
+    want, got = (torch.full(query.shape, 9.0, device=DEVICE) for _ in range(2))
+    HybridScorer(0.1, sliding, softcap).attend(layer, plan, query, own, want)
+    kernel = prefill.StagedPrefill(layer, dense)
+    HybridScorer(0.1, sliding, softcap, fused=(kernel,)).attend(layer, plan, query, own, got)
+    assert (got - want).norm() / want.norm() < 1e-2
+
+
+def test_rows_that_it_does_not_serve():
     layer, plan, query, own = make_step((40,), (20,))
     kernel = prefill.StagedPrefill(layer, dense)
-    plain = HybridScorer(0.1)._group(plan, 32, torch.tensor([0]), 64)
-    sliding = HybridScorer(0.1, window=8)._group(plan, 32, torch.tensor([0]), 64)
-    assert kernel.serves(plain, query, own, 0.0)
-    assert not kernel.serves(sliding, query, own, 0.0)
-    assert not kernel.serves(plain, query, own, 30.0)
-    assert not kernel.serves(plain, query.float(), own, 0.0)
+    group = HybridScorer(0.1)._group(plan, 32, [0], 64)
+    assert kernel.serves(group, query, own, 0.0)
+    assert not kernel.serves(group, query.float(), own, 0.0)
+    assert not kernel.serves(group, query.transpose(1, 2).contiguous().transpose(1, 2), own, 0.0)
 
 
 @pytest.mark.parametrize("dim", [64, 80])

@@ -210,13 +210,20 @@ def dense_attention(like: torch.Tensor) -> Callable[..., tuple[torch.Tensor, tor
         return None
 
     def attention(
-        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        causal: bool,
+        window: int,
+        softcap: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         starts = [single_sequence(len(rows), rows.device) for rows in (query, keys)]
         out, lse, *_ = flash_attn_varlen_func(
             q=query, k=keys, v=values, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1],
             max_seqlen_q=len(query), max_seqlen_k=len(keys), softmax_scale=scale, causal=causal,
-            return_softmax_lse=True, fa_version=version,
+            window_size=[window - 1, 0] if window else None, softcap=softcap, return_softmax_lse=True,
+            fa_version=version,
         )  # fmt: skip
         return out, lse
 

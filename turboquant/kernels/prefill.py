@@ -4,6 +4,8 @@ Many query rows share every cached token, so tokens are decoded once per piece i
 the dense kernel (FlashAttention where the engine has it) runs at its full speed.  The workspace holds
 `WORKSPACE_TOKENS` tokens, whatever the context.  Exact tokens of the ring replace their decoded selves, so that the
 history is one segment in the codec's bases; the chunk's own rows are attended causally in the original one.
+With a sliding window the history is short, and is attended together with the own rows; with a softcap the centre's
+logit cannot be added later: in both cases tokens are decoded to the original basis.
 A chunk is a dozen launches: what surrounds the dense kernel is fused, for the time of Python between them counts too.
 """
 
@@ -20,9 +22,9 @@ from turboquant.score import WORKSPACE_TOKENS, Own, Partial, QueryGroup
 
 ROWS = 32  # query rows of a program: with CHUNK coordinates at a time, all head sizes stay in registers
 CHUNK = 32
-# (query [Q, H_q, d], keys and values [L, H_kv, d], scale, causal) -> out [Q, H_q, d], lse float32 [H_q, Q] (natural);
-# both contiguous
-DenseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], Partial]
+# (query [Q, H_q, d], keys and values [L, H_kv, d], scale, causal, sliding window, softcap) -> out [Q, H_q, d],
+# lse float32 [H_q, Q] (natural), both contiguous.  Causal: the last query is at the last key.  0 = no window, softcap.
+DenseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool, int, float], Partial]
 
 
 @triton.jit
@@ -165,11 +167,11 @@ class StagedPrefill:
         self.sizes = {"D": layer.store.format.head_dim, "DIMS": dims}
 
     def serves(self, group: QueryGroup, query: torch.Tensor, own: Own, softcap: float) -> bool:
-        """Without sliding window and softcap: the dense attention would cap before the centre's shift."""
+        """See `turboquant.score.FusedKernel`."""
         dtype = self.layer.recent.keys.dtype
         half = dtype in (torch.bfloat16, torch.float16)
         same = all(x.dtype == dtype and x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] for x in (query, *own))
-        return group.window == 0 and softcap == 0 and half and same
+        return half and same
 
     def attend(
         self, group: QueryGroup, query: torch.Tensor, own: Own, output: torch.Tensor, scale: float, softcap: float
@@ -178,9 +180,14 @@ class StagedPrefill:
         for row in group.requests:
             start, length, cached = group.plan.batch.host_lens[row]
             rows = slice(start, start + length)
+            own_rows = own[0][rows], own[1][rows]
+            if cached and (group.window or softcap):
+                attend = self._windowed if group.window else self._capped
+                output[rows] = attend(group, row, query[rows], own_rows, cached, scale, softcap)
+                continue
             # The history first: while the device is at it, Python launches the rest.
             history = self._history(group, row, query[rows], cached, scale) if cached else None
-            chunk = self.attention(query[rows], own[0][rows], own[1][rows], scale, True)
+            chunk = self.attention(query[rows], *own_rows, scale, True, group.window, softcap)
             if history is None:
                 output[rows] = chunk[0]
             else:
@@ -192,10 +199,46 @@ class StagedPrefill:
         for first in range(0, cached, WORKSPACE_TOKENS):
             last = min(cached, first + WORKSPACE_TOKENS)
             keys, values = self._decode(group, row, first, last, cached, query.dtype)
-            part = self.attention(rotated, keys, values, scale * self.query_matrix.scale, False)
+            part = self.attention(rotated, keys, values, scale * self.query_matrix.scale, False, 0, 0.0)
             total = part if total is None else fold(total, part)
         assert total is not None, "there is a piece for every cached > 0"
         return total
+
+    def _windowed(
+        self, group: QueryGroup, row: int, query: torch.Tensor, own: Own, cached: int, scale: float, softcap: float
+    ) -> torch.Tensor:
+        """Attention [Q, H_q, d] over what is left of the history within the window, and the own rows, at once."""
+        first = max(0, cached - group.window + 1)
+        span, shape = cached - first, own[0].shape[1:]
+        keys, values = (rows.new_empty(span + len(rows), *shape) for rows in own)
+        self._decode_plain(group, row, first, cached, cached, (keys[:span], values[:span]))
+        keys[span:], values[span:] = own
+        return self.attention(query, keys, values, scale, True, group.window, softcap)[0]
+
+    def _capped(
+        self, group: QueryGroup, row: int, query: torch.Tensor, own: Own, cached: int, scale: float, softcap: float
+    ) -> torch.Tensor:
+        """Attention [Q, H_q, d] over the history, piece by piece, and the own rows."""
+        total = self.attention(query, *own, scale, True, 0, softcap)
+        for first in range(0, cached, WORKSPACE_TOKENS):
+            last = min(cached, first + WORKSPACE_TOKENS)
+            keys, values = (rows.new_empty(last - first, *rows.shape[1:]) for rows in own)
+            self._decode_plain(group, row, first, last, cached, (keys, values))
+            total = fold(total, self.attention(query, keys, values, scale, False, 0, softcap))
+        return total[0]
+
+    def _decode_plain(self, group: QueryGroup, row: int, first: int, last: int, cached: int, out: Rows) -> None:
+        """Tokens [first, last) of a request in the original basis, exact ones where the ring has them."""
+        blocks, window, recent = group.plan.batch.block_table[row].contiguous(), group.plan.window, self.layer.recent
+        decode_span(self.layer.store, blocks, first, last, out[0].dtype, rotated=False, out=out)
+        start = cached - window.present.shape[1]  # of the exact window
+        begin = max(first, start)
+        if begin >= last:
+            return
+        columns = slice(begin - start, last - start)
+        index, seen = window.index[row, columns], window.present[row, columns, None, None]
+        for rows, exact in zip(out, (recent.keys, recent.values), strict=True):
+            rows[begin - first :] = torch.where(seen, exact[index], rows[begin - first :])
 
     def _rotate(self, query: torch.Tensor) -> torch.Tensor:
         """query [Q, H_q, d] -> the same in the keys' basis, still to be scaled by the matrix's scale."""

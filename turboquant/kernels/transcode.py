@@ -85,13 +85,17 @@ def decode_rows(
     return out
 
 
-def decode_span(store: CompressedBlockStore, blocks: torch.Tensor, first: int, last: int, dtype: torch.dtype) -> Rows:
-    """Decode the tokens [first, last) of a request, in the codec's bases.
+def decode_span(
+    store: CompressedBlockStore, blocks: torch.Tensor, first: int, last: int, dtype: torch.dtype, *,
+    rotated: bool = True, out: Rows | None = None,
+) -> Rows:  # fmt: skip
+    """Decode the tokens [first, last) of a request; rotated and out as in `decode_rows`.
 
     blocks: its block table, contiguous integers -> keys and values `dtype` [last - first, H_kv, d].
     """
-    out = _rows(store, last - first, dtype, blocks.device)
-    _decode_sides(store, blocks, first, out, rotated=True)
+    out = _rows(store, last - first, dtype, blocks.device) if out is None else out
+    if last > first:
+        _decode_sides(store, blocks, first, out, rotated)
     return out
 
 

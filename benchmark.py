@@ -6,8 +6,10 @@
     python benchmark.py kernels --shapes 16x32768,1x32768 --heads 32,8,128 --presets k4v4
     python benchmark.py engine --json benchmarks/results/h200-engine.json --plot engine.png
     python benchmark.py engine --model FOLDER --contenders bf16,k4v4 --shapes 4x256   (also without a GPU)
+    python benchmark.py quality --models FOLDER --json benchmarks/results/quality.json --plot quality.png
 
-`engine` starts every contender as a process of its own: see `turboquant.integration.engine_benchmark`.
+`engine` and `quality` start every contender as a process of its own: see `turboquant.integration.engine_benchmark` and
+`turboquant.integration.quality`.
 
 For `kernels` and `prefill`, every contender runs in this process on the same shapes, is checked against torch before
 it is timed, and is timed as the replay of a CUDA graph of several calls (median of several replays), so that no launch
@@ -34,6 +36,7 @@ from turboquant.batch import AttentionBatch
 from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan
 from turboquant.codec import KVCodec
 from turboquant.config import PRESETS, TurboQuantConfig
+from turboquant.integration import quality as forcing
 from turboquant.integration.compat import dense_attention
 from turboquant.integration.engine_benchmark import Case, Geometry, Load, check_contender
 from turboquant.kernels import choose_kernels
@@ -46,6 +49,7 @@ BLOCK = 32  # tokens of a compressed page
 WINDOW = 128  # exact tokens
 ENGINE_CONTENDERS = "bf16,fp8,k4v4,k3v2"
 ENGINE_SHAPES = "1x131072,1x32768,16x32768,64x4096"
+QUALITY_CONTENDERS = "fp8,k4v4,calibrated-k4v4,calibrated-k3v2,calibrated-k2v2"
 CALLS, REPLAYS = 10, 7
 LAYERS = 8  # attention calls that Python launches one after the other, as the layers of a step are
 CHECKED_REQUESTS = 1
@@ -503,6 +507,102 @@ def draw(axes: Any, label: str, points: list[tuple[float, float]]) -> None:
         axes.legend()
 
 
+# ---- quality ---------------------------------------------------------------------------------------------------
+def quality(arguments: argparse.Namespace) -> None:
+    """Distance from the native cache on the decode path, by model, context and contender."""
+    from tqdm import tqdm
+
+    names = arguments.contenders.split(",")
+    for name in names:
+        forcing.check_contender(name)
+    report: dict[str, Any] = {"command": own_command(), "rows": [], "failed": []}
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(arguments.models) * len(arguments.contexts)) as bar:
+        for model in arguments.models:
+            for context in arguments.contexts:
+                bar.set_description(f"{Path(model).name} {context}")
+                measure_quality(arguments, Path(folder), model, context, names, report)
+                bar.update()
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    for row in report["rows"]:
+        print(f"{row['model']:28} {row['context']:6} {row['contender']:16} {row['bits_with_window']:5.2f} bits", end="")
+        print(f", KLD {row['mean_kld']:.5f} (99 %: {row['p99_kld']:.4f}), top-1 {row['top1']:.1%}", end="")
+        print(f", perplexity x {row['ppl_ratio']:.4f}")
+    for failed in report["failed"]:
+        print(failed)
+    if arguments.plot:
+        plot_quality(report, arguments.plot)
+
+
+def measure_quality(
+    arguments: argparse.Namespace, folder: Path, model: str, context: int, names: list[str], report: dict[str, Any]
+) -> None:
+    """Rows of one model and context."""
+    from transformers import AutoTokenizer
+
+    texts = forcing.texts(AutoTokenizer.from_pretrained(model), context, arguments.texts)
+    prompt, output = context - arguments.forced, folder / "recorded.pt"
+    common: dict[str, Any] = {"model": model, "texts": texts, "prompt": prompt, "engine": json.loads(arguments.engine)}
+    reference = folder / "reference.pt"
+    run_quality(forcing.Case(forcing.REFERENCE, output=str(reference), **common), folder)
+    expected = torch.load(reference)
+    forced = torch.tensor([token for text in texts for token in text[prompt:]])
+    for name in names:
+        options = json.loads(arguments.options)
+        if name.startswith(forcing.CALIBRATED):
+            options["calibration"] = calibration(folder, model)
+        try:
+            stats = run_quality(forcing.Case(name, output=str(output), options=options, **common), folder)
+        except subprocess.CalledProcessError as error:
+            report["failed"].append({"model": Path(model).name, "contender": name, "reason": error.stderr})
+            continue
+        sizes = forcing.size(stats, context) if stats else {"bits_with_window": 8.0, "bits_per_element": 8.0}
+        options.pop("calibration", None)
+        head = {"model": Path(model).name, "context": context, "contender": name, "options": options}
+        report["rows"].append(head | sizes | forcing.compare(expected, torch.load(output), forced))
+
+
+def run_quality(case: forcing.Case, folder: Path) -> dict[str, Any]:
+    """Run a case in a process of its own; its statistics."""
+    file = folder / "case.json"
+    forcing.save_case(case, file)
+    run_module(str(file))
+    stats: dict[str, Any] = json.loads(Path(case.output + ".json").read_text())
+    return stats
+
+
+def calibration(folder: Path, model: str) -> str:
+    """Calibration file of a model, made once."""
+    path = folder / f"{Path(model).name}.safetensors"
+    if not path.exists():
+        run_module("--calibrate", model, str(path))
+    return str(path)
+
+
+def run_module(*arguments: str) -> None:
+    """CalledProcessError with the last line of the log if it fails."""
+    command = [sys.executable, "-m", forcing.__name__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, command, stderr=done.stderr.strip().splitlines()[-1:])
+
+
+def plot_quality(report: dict[str, Any], path: Path) -> None:
+    """KL divergence against bits per element, exact window included: one panel a model and context."""
+    from matplotlib.figure import Figure
+
+    panels = sorted({(row["model"], row["context"]) for row in report["rows"]})
+    figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for row in report["rows"]:
+            if (row["model"], row["context"]) == panel:
+                axes.plot(row["bits_with_window"], row["mean_kld"], "o")
+                axes.annotate(row["contender"], (row["bits_with_window"], row["mean_kld"]), fontsize=8)
+        axes.set(title=f"{panel[0]}, {panel[1]} tokens", xlabel="bits per element", ylabel="mean KLD", yscale="log")
+        axes.grid(visible=True, alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
 def own_command() -> str:
     return " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
 
@@ -608,11 +708,21 @@ def main() -> None:
                       help="of a serving load: requests, shared tokens, own tokens, output tokens")  # fmt: skip
     part.add_argument("--json", type=Path)
     part.add_argument("--plot", type=Path, help="PNG; needs matplotlib")
+    part = commands.add_parser("quality", help="distance from the native cache, on the decode path")
+    part.add_argument("--models", nargs="+", required=True, help="folders with models")
+    part.add_argument("--contenders", default=QUALITY_CONTENDERS, help="fp8, presets, calibrated-PRESET")
+    part.add_argument("--contexts", nargs="+", type=int, default=[1024, 4096])
+    part.add_argument("--texts", type=int, default=4)
+    part.add_argument("--forced", type=int, default=192, help="last tokens of a text, which are forced one by one")
+    part.add_argument("--options", default="{}", help="of turboquant, JSON")
+    part.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, JSON")
+    part.add_argument("--json", type=Path)
+    part.add_argument("--plot", type=Path, help="PNG; needs matplotlib")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available() and arguments.command != "engine":
+    if not torch.cuda.is_available() and arguments.command not in ("engine", "quality"):
         raise SystemExit("benchmark.py kernels and prefill need a CUDA device")
     try:
-        {"kernels": kernels, "prefill": prefill, "engine": engine}[arguments.command](arguments)
+        {"kernels": kernels, "prefill": prefill, "engine": engine, "quality": quality}[arguments.command](arguments)
     except ValueError as error:
         parser.error(str(error))
 

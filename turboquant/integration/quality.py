@@ -1,0 +1,226 @@
+"""How far an engine's answers move, measured on the decode path: texts are forced token by token, and the
+log-probabilities that the engine had for each next token are compared with those of its native cache.
+
+    python -m turboquant.integration.quality CASE.json
+    python -m turboquant.integration.quality --calibrate MODEL FILE
+
+runs one engine and writes what it had to a file, or calibrates a model.  Prompts are prefilled exactly as ever, so that
+a forced token reads what the cache holds of everything before it; log-probabilities of prompts would not touch the
+cache's codec at all.
+"""
+
+import argparse
+import codecs
+import json
+import os
+import pydoc_data.topics
+import sys
+import tarfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turboquant.config import PRESETS, choice_error
+
+REFERENCE = "native"
+CALIBRATED = "calibrated-"
+KEY_TOKENS = 24  # first tokens of a text, by which its request is recognised
+CODE = (argparse, tarfile, codecs)
+ROWS = 256  # log-probabilities that are compared at a time
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine and what it is made to say.
+
+    texts: token ids, the first `prompt` of which are prefilled and the rest forced; options: of turboquant; engine:
+    of vllm.LLM; output: file for the log-probabilities.
+    """
+
+    contender: str
+    model: str
+    texts: list[list[int]]
+    prompt: int
+    output: str
+    dtype: str = "float32"
+    options: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_contender(self.contender)
+        if any(len(text) <= self.prompt or self.prompt < KEY_TOKENS for text in self.texts):
+            raise ValueError(f"prompt={self.prompt} must be {KEY_TOKENS} tokens or more, and less than every text has")
+        if len({tuple(text[:KEY_TOKENS]) for text in self.texts}) < len(self.texts):
+            raise ValueError(f"two texts start with the same {KEY_TOKENS} tokens")
+
+    @property
+    def forced(self) -> int:
+        """Tokens that are forced, in all."""
+        return sum(len(text) - self.prompt for text in self.texts)
+
+    @property
+    def preset(self) -> str | None:
+        name = self.contender.removeprefix(CALIBRATED)
+        return name if name in PRESETS else None
+
+
+def check_contender(name: str) -> None:
+    allowed = (REFERENCE, "fp8", *PRESETS, *(CALIBRATED + preset for preset in PRESETS))
+    if name not in allowed:
+        raise choice_error("contender", name, allowed)
+
+
+def texts(tokenizer: Any, length: int, count: int) -> list[list[int]]:
+    """Token ids [count][length]: by turns prose from Python's documentation and code from its library."""
+    topics = pydoc_data.topics.topics
+    prose = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
+    code = tokenizer.encode("\n".join(Path(str(m.__file__)).read_text(encoding="utf-8") for m in CODE))
+    found = []
+    for number in range(count):
+        source = (prose, code)[number % 2]
+        start = (number // 2) * length
+        if start + length > len(source):
+            raise ValueError(f"{count} texts of {length} tokens are more than there are")
+        found.append(source[start : start + length])
+    return found
+
+
+# ---- in the worker ---------------------------------------------------------------------------------------------
+class ForcingExtension:
+    """Worker methods that force texts upon the sampler and record what it would have said (V1 model runner)."""
+
+    model_runner: Any
+
+    def tqq_force(self, forced: list[list[int]]) -> None:
+        sampler, batch = self.model_runner.sampler, self.model_runner.input_batch
+        self._tqq_recorder = recorder = Recorder(forced)
+        original = type(sampler).forward
+
+        def forward(logits: torch.Tensor, sampling_metadata: Any, **options: Any) -> Any:
+            output = original(sampler, logits, sampling_metadata, **options)
+            known = [int(n) for n in batch.num_tokens_no_spec[: len(logits)]]
+            starts = [tuple(map(int, row)) for row in batch.token_ids_cpu[: len(logits), :KEY_TOKENS]]
+            output.sampled_token_ids[:, 0] = torch.tensor(recorder.step(starts, known, logits))
+            return output
+
+        sampler.forward = forward
+
+    def tqq_save(self, path: str) -> int:
+        """Write the log-probabilities, float32 [forced tokens, vocabulary], text after text; returns their number."""
+        recorded = self._tqq_recorder.result()
+        torch.save(recorded, path)
+        return len(recorded)
+
+
+class Recorder:
+    """The next token of every request, and the log-probabilities before it was forced."""
+
+    def __init__(self, forced: list[list[int]]):
+        self.forced = {tuple(text[:KEY_TOKENS]): (number, text) for number, text in enumerate(forced)}
+        self.recorded: dict[tuple[int, int], torch.Tensor] = {}
+
+    def step(self, starts: list[tuple[int, ...]], known: list[int], logits: torch.Tensor) -> list[int]:
+        """Of a step's requests: their first tokens, how many are known, and logits [n, vocabulary]."""
+        tokens = []
+        for start, count, row in zip(starts, known, logits, strict=True):
+            number, text = self.forced[start]
+            # A chunk that does not end the prompt is recorded too, and overwritten by the one that does.
+            self.recorded[number, count] = row.float().log_softmax(-1).cpu()
+            tokens.append(text[count] if count < len(text) else text[-1])
+        return tokens
+
+    def result(self) -> torch.Tensor:
+        return torch.stack([self.recorded[place] for place in sorted(self.recorded)])
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Run the engine and write the file; returns the statistics of the native route, {} without it."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    from turboquant import enable_no_alloc
+
+    if case.preset:
+        enable_no_alloc(case.preset, **case.options)
+    length = max(len(text) for text in case.texts)
+    arguments: dict[str, Any] = {
+        "dtype": case.dtype, "max_model_len": length + 1, "max_num_seqs": len(case.texts), "enforce_eager": True,
+        "async_scheduling": False, "skip_tokenizer_init": True, "enable_prefix_caching": False,
+        "worker_extension_cls": f"{__name__}.ForcingExtension",
+    }  # fmt: skip
+    if case.contender == "fp8":
+        arguments["kv_cache_dtype"] = "fp8"
+    llm = LLM(case.model, **arguments | case.engine)
+    llm.collective_rpc("tqq_force", args=(case.texts,))
+    prompts: Any = [{"prompt_token_ids": text[: case.prompt]} for text in case.texts]
+    params = [
+        SamplingParams(temperature=0, max_tokens=len(text) - case.prompt, ignore_eos=True, detokenize=False)
+        for text in case.texts
+    ]
+    llm.generate(prompts, params, use_tqdm=False)
+    written = llm.collective_rpc("tqq_save", args=(case.output,))[0]
+    if written != case.forced:
+        raise RuntimeError(f"recorded {written} tokens of {case.forced}")
+    if not case.preset:
+        return {}
+    stats = dict(llm.collective_rpc("tq_stats")[0])
+    itemsize = getattr(torch, case.dtype).itemsize
+    return stats | {"bytes_per_token_bf16": stats["bytes_per_token_native"] * 2 // itemsize}
+
+
+def calibrate_model(model: str, path: str) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    from turboquant import calibrate
+
+    calibrate(LLM(model, dtype="float32", max_model_len=2048, max_num_seqs=4, enforce_eager=True), path)
+
+
+# ---- comparison ------------------------------------------------------------------------------------------------
+def compare(reference: torch.Tensor, tested: torch.Tensor, forced: torch.Tensor) -> dict[str, Any]:
+    """Log-probabilities [n, vocabulary] of two engines for the same forced tokens int64 [n].
+
+    KL divergence in nats of the tested from the reference; ppl_ratio of the forced tokens; top-1 agreement.
+    """
+    divergence, agree, surprise = [], [], []
+    for p, q, token in zip(reference.split(ROWS), tested.split(ROWS), forced.split(ROWS), strict=True):
+        p, q = p.double(), q.double()
+        divergence.append((p.exp() * (p - q)).sum(-1))
+        agree.append(p.argmax(-1) == q.argmax(-1))
+        surprise.append((p - q).gather(1, token[:, None]).squeeze(1))
+    klds = torch.cat(divergence)
+    return {
+        "mean_kld": float(klds.mean()), "p99_kld": float(klds.quantile(0.99)),
+        "se_kld": float(klds.std() / len(klds) ** 0.5), "top1": float(torch.cat(agree).double().mean()),
+        "ppl_ratio": float(torch.cat(surprise).mean().exp()), "scored": len(klds),
+    }  # fmt: skip
+
+
+def size(stats: dict[str, Any], context: int) -> dict[str, float]:
+    """Bytes per token of the pages and, with the exact window, of a request of `context` tokens; times below bf16."""
+    packed, plain = stats["bytes_per_token_compressed"], stats["bytes_per_token_bf16"]
+    window = min(stats["window"], context)
+    whole = packed + window / context * plain
+    return {
+        "bytes_per_token": packed, "bits_per_element": 16 * packed / plain,
+        "bits_with_window": 16 * whole / plain, "smaller_than_bf16": plain / whole,
+    }  # fmt: skip
+
+
+def main() -> None:
+    if sys.argv[1] == "--calibrate":
+        return calibrate_model(*sys.argv[2:])
+    case = Case(**json.loads(Path(sys.argv[1]).read_text()))
+    stats = run(case)
+    Path(case.output + ".json").write_text(json.dumps(stats))
+
+
+def save_case(case: Case, path: Path) -> None:
+    path.write_text(json.dumps(asdict(case)))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,7 @@
     python benchmark.py kernels --shapes 16x32768,1x32768 --heads 32,8,128 --presets k4v4
     python benchmark.py engine --json benchmarks/results/h200-engine.json --plot engine.png
     python benchmark.py engine --model FOLDER --contenders bf16,k4v4 --shapes 4x256   (also without a GPU)
-    python benchmark.py quality --models FOLDER --json benchmarks/results/quality.json --plot quality.png
+    python benchmark.py quality --json benchmarks/results/quality.json --plot quality.png   (also without a GPU)
 
 `engine` and `quality` start every contender as a process of its own: see `turboquant.integration.engine_benchmark` and
 `turboquant.integration.quality`.
@@ -36,6 +36,7 @@ from turboquant.batch import AttentionBatch
 from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan
 from turboquant.codec import KVCodec
 from turboquant.config import PRESETS, TurboQuantConfig
+from turboquant.demo import smollm2
 from turboquant.integration import quality as forcing
 from turboquant.integration.compat import dense_attention
 from turboquant.integration.engine_benchmark import Case, Geometry, Load, check_contender
@@ -512,12 +513,12 @@ def quality(arguments: argparse.Namespace) -> None:
     """Distance from the native cache on the decode path, by model, context and contender."""
     from tqdm import tqdm
 
-    names = arguments.contenders.split(",")
+    models, names = arguments.models or [str(smollm2())], arguments.contenders.split(",")
     for name in names:
         forcing.check_contender(name)
     report: dict[str, Any] = {"command": own_command(), "rows": [], "failed": []}
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(arguments.models) * len(arguments.contexts)) as bar:
-        for model in arguments.models:
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(models) * len(arguments.contexts)) as bar:
+        for model in models:
             for context in arguments.contexts:
                 bar.set_description(f"{Path(model).name} {context}")
                 measure_quality(arguments, Path(folder), model, context, names, report)
@@ -709,7 +710,7 @@ def main() -> None:
     part.add_argument("--json", type=Path)
     part.add_argument("--plot", type=Path, help="PNG; needs matplotlib")
     part = commands.add_parser("quality", help="distance from the native cache, on the decode path")
-    part.add_argument("--models", nargs="+", required=True, help="folders with models")
+    part.add_argument("--models", nargs="+", help="folders with models; without it, the demo model")
     part.add_argument("--contenders", default=QUALITY_CONTENDERS, help="fp8, presets, calibrated-PRESET")
     part.add_argument("--contexts", nargs="+", type=int, default=[1024, 4096])
     part.add_argument("--texts", type=int, default=4)

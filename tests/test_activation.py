@@ -148,11 +148,12 @@ def test_layers_that_share_a_cache_are_served_like_its_owner(monkeypatch):
     from turboquant.integration import backend, compat
     from turboquant.integration.vllm import UnsupportedEngineError
 
-    ours, theirs = SimpleNamespace(impl=object.__new__(backend.TurboQuantImpl)), SimpleNamespace(impl=object())
+    theirs, its_backend = SimpleNamespace(impl=object()), backend.backend_of(TurboQuantConfig(), 3)
+    ours = SimpleNamespace(impl=object.__new__(backend.TurboQuantImpl), get_attn_backend=lambda: its_backend)
     monkeypatch.setattr(compat, "layer_place", lambda prefix: compat.LayerPlace(3, 12))
     shared, skipping = arguments(kv_sharing_target_layer_name="model.layers.1"), TurboQuantConfig(skip_layers=(3,))
     monkeypatch.setattr(compat, "current_layer", lambda name: ours)
-    assert issubclass(backend.backend_for(TurboQuantConfig(), Attention, shared), backend.TurboQuantBackend)
+    assert backend.backend_for(TurboQuantConfig(), Attention, shared) is its_backend
     with pytest.raises(UnsupportedEngineError, match=r"model\.layers\.3.* reads the cache of model\.layers\.1"):
         backend.backend_for(skipping, Attention, shared)
     monkeypatch.setattr(compat, "current_layer", lambda name: theirs)

@@ -104,12 +104,11 @@ def test_attention_beside_recurrent_layers(lfm2):
     """Their states decide how large a block is: 192 tokens of ours instead of 32."""
     limits = {"skip_tokenizer_init": True, "max_num_batched_tokens": 64}
     native, _, _ = run(lfm2, None, numbers, **limits)
-    for window, worst in ((64, 0.002), (0, 0.01)):
-        options = {"buffer_size": window, "ring_share": 0.1}
-        outputs, stats, _ = run(lfm2, "k4v4", numbers, options=options, **limits)
-        assert len(stats["layers"]) == 2 and stats["window"] == window
-        assert stats["bytes_per_token_compressed"] == 2 * 2 * 68 and stats["capacity_tokens"] % 192 == 0
-        assert distance(native, outputs) <= worst
+    options = {"buffer_size": 64, "ring_share": 0.1}
+    outputs, stats, _ = run(lfm2, "k4v4", numbers, options=options, **limits)
+    assert len(stats["layers"]) == 2 and stats["window"] == 64
+    assert stats["bytes_per_token_compressed"] == 2 * 2 * 68 and stats["capacity_tokens"] % 192 == 0
+    assert distance(native, outputs) <= 0.002
 
 
 # ---- speculative decoding --------------------------------------------------------------------------------------

@@ -558,7 +558,7 @@ def test_selections_of_one_step_do_not_get_mixed_up():
     expected, plan = world.run(step, (query, keys, values)), world.engine.begin_step(step.batch)
     for row in range(3):
         output = torch.full_like(query, UNTOUCHED)
-        world.scorer.attend(world.layer, plan, query, (keys, values), output, {1: torch.tensor([row])})
+        world.scorer.attend(world.layer, plan, query, (keys, values), output, {1: [row]})
         torch.testing.assert_close(output[row], expected[row])
         assert (output[[i for i in range(3) if i != row]] == UNTOUCHED).all()
 

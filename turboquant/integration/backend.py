@@ -469,6 +469,8 @@ def backend_for(config: TurboQuantConfig, layer_class: type, arguments: dict[str
         raise UnsupportedEngineError(
             f"turboquant cannot compress {arguments['prefix']}: {'; '.join(objections)}. Leave it out with skip_layers"
         )
+    if target is not None:
+        return compat.current_layer(target).get_attn_backend()
     return backend_of(config, config.key_bits if place.draft else config.layer_key_bits(place.index))
 
 

@@ -20,6 +20,7 @@ row.  "Ours" is the whole of an attention layer's decode: query preparation, his
 import argparse
 import json
 import math
+import shlex
 import statistics
 import subprocess
 import sys
@@ -605,7 +606,7 @@ def plot_quality(report: dict[str, Any], path: Path) -> None:
 
 
 def own_command() -> str:
-    return " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+    return shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:

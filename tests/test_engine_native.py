@@ -1,35 +1,14 @@
 """The native route on a real engine: compressed pages from the start, seen from the scheduler and from the outputs."""
 
-import contextlib
-
 import pytest
-from engine_helpers import alone, divergences, generate, preemptions, prefix_hits, prompts, start
+from engine_helpers import alone, divergences, engine, generate, preemptions, prefix_hits, prompts
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
-from turboquant import enable_no_alloc  # noqa: E402
-from turboquant.demo import smollm2  # noqa: E402
-from turboquant.integration import activation  # noqa: E402
-
 LENGTHS = [5, 31, 32, 33, 64, 97, 150, 201]
 BUSY_LENGTHS = [93, 94, 95, 125, 126, 127, 157, 190]  # most grow into another block of 32 within three tokens
 WORDS = ["zebra", "copper", "violin", "harbor", "pepper", "rocket", "blanket", "garden"]
-
-
-@contextlib.contextmanager
-def engine(preset=None, options=None, **engine_options):
-    """An engine with compressed pages; with the native cache for preset None."""
-    if preset:
-        enable_no_alloc(preset, **(options or {}))
-    try:
-        llm = start(str(smollm2()), **engine_options)
-    finally:
-        activation.disable()
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
 def pool(llm):

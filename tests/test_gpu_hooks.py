@@ -15,6 +15,8 @@ pytest.importorskip("vllm")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from gpu_engine import save  # noqa: E402
+
 from turboquant import attach  # noqa: E402
 from turboquant.integration import compat, plugin  # noqa: E402
 
@@ -26,23 +28,10 @@ RESULTS: dict[str, object] = {}
 
 @pytest.fixture(scope="module", params=["0", "1"], ids=["runner-v1", "runner-v2"])
 def llm(request, tmp_path_factory):
-    from transformers import LlamaConfig, LlamaForCausalLM
     from vllm import LLM
 
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=128,
-        vocab_size=1024,
-        max_position_embeddings=4096,
-        initializer_range=1024**-0.5,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    save("llama", folder)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": request.param}
     plugin.register()
     engine = LLM(

@@ -57,9 +57,9 @@ def max_num_seqs(runner: Any) -> int:
     return runner.vllm_config.scheduler_config.max_num_seqs
 
 
-def speculative_tokens(runner: Any) -> int:
+def speculative_tokens(vllm_config: Any) -> int:
     """Draft tokens that a decode step verifies, 0 without speculative decoding."""
-    speculative = runner.vllm_config.speculative_config
+    speculative = vllm_config.speculative_config
     return speculative.num_speculative_tokens if speculative is not None else 0
 
 
@@ -709,10 +709,10 @@ def max_batch(vllm_config: Any) -> int:
 
 
 def step_limits(vllm_config: Any) -> Limits:
-    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
-    drafts = speculative.num_speculative_tokens if speculative is not None else 0
-    tokens = scheduler.max_num_batched_tokens
-    return Limits(scheduler.max_num_seqs, tokens, vllm_config.model_config.max_model_len, drafts)
+    scheduler, context = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    return Limits(
+        scheduler.max_num_seqs, scheduler.max_num_batched_tokens, context, speculative_tokens(vllm_config)
+    )  # fmt: skip
 
 
 def check_step(step: Any) -> None:

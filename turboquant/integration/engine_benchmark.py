@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from turboquant.config import PRESETS, choice_error
+from turboquant.integration import compat
 
 NATIVE_DTYPES = (
     "fp8", "int4_per_token_head", "turboquant_4bit_nc", "turboquant_k8v4", "turboquant_3bit_nc"
@@ -166,11 +167,6 @@ def start(case: Case) -> Any:
     return llm
 
 
-def capacity_tokens(llm: Any) -> int:
-    cache = llm.llm_engine.vllm_config.cache_config
-    return int(cache.num_gpu_blocks * cache.block_size)
-
-
 def peak_bytes() -> int | None:
     """Most bytes that were allocated on the CUDA device; None without one."""
     import torch
@@ -290,7 +286,7 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
     """What the process prints."""
     began = time.perf_counter()
     llm = start(case)
-    capacity = capacity_tokens(llm)
+    capacity = compat.pool_tokens(llm.llm_engine.vllm_config)
     yield {"engine": {"start_s": time.perf_counter() - began, "capacity_tokens": capacity, **versions()}}
     block = llm.llm_engine.vllm_config.cache_config.block_size
     for batch, length in case.shapes:
@@ -306,10 +302,9 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
 
 def versions() -> dict[str, str]:
     import torch
-    import vllm
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {"device": device, "vllm": vllm.__version__, "torch": torch.__version__}
+    return {"device": device, "vllm": compat.vllm_version(), "torch": torch.__version__}
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from turboquant.config import PRESETS, choice_error
+from turboquant.integration.engine_benchmark import greedy
 
 REFERENCE = "native"
 CALIBRATED = "calibrated-"
@@ -138,7 +139,7 @@ class Recorder:
 def run(case: Case) -> dict[str, Any]:
     """Run the engine and write the file; returns the statistics of the native route, {} without it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     from turboquant import enable_no_alloc
 
@@ -155,10 +156,7 @@ def run(case: Case) -> dict[str, Any]:
     llm = LLM(case.model, **arguments | case.engine)
     llm.collective_rpc("tqq_force", args=(case.texts,))
     prompts: Any = [{"prompt_token_ids": text[: case.prompt]} for text in case.texts]
-    params = [
-        SamplingParams(temperature=0, max_tokens=len(text) - case.prompt, ignore_eos=True, detokenize=False)
-        for text in case.texts
-    ]
+    params = [greedy(len(text) - case.prompt) for text in case.texts]
     llm.generate(prompts, params, use_tqdm=False)
     written = llm.collective_rpc("tqq_save", args=(case.output,))[0]
     if written != case.forced:

@@ -533,7 +533,9 @@ def make_engine(handle: HookHandle, layer: Any) -> KVCaptureEngine:
         window = max(0, limit - 1) * size.block_size
         share = f"ring_share={config.ring_share} of {size.num_blocks} blocks"
         logger.warning("turboquant: buffer_size %d does not fit %s; using %d", config.buffer_size, share, window)
-    each = window_blocks(window + compat.speculative_tokens(handle.runner), size.block_size) if window else 0
+    each = (
+        window_blocks(window + compat.speculative_tokens(handle.runner.vllm_config), size.block_size) if window else 0
+    )
     if max_seqs * each > limit:
         fitting = (limit // each, max_seqs, config.ring_share)
         logger.info("turboquant: the exact ring holds the windows of %d of max_num_seqs=%d (ring_share=%s)", *fitting)

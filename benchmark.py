@@ -456,7 +456,8 @@ def run_case(case: Case) -> Iterator[tuple[str, Any]]:
                 if line.startswith('{"'):  # vLLM prints too
                     yield from json.loads(line).items()
         if run.returncode:
-            yield "failed", log.read_text().strip().splitlines()[-1:]
+            lines = log.read_text().strip().splitlines()
+            yield "failed", [line for line in lines if "Error" in line][-1:] or lines[-1:]
 
 
 def collect(report: dict[str, Any], contender: str, kind: str, found: Any) -> None:

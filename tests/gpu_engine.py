@@ -165,7 +165,8 @@ def run(case):
     plugin.register()
     defaults = {
         "skip_tokenizer_init": True, "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 512,
-        "kv_cache_memory_bytes": 1 << 30, "max_logprobs": VOCABULARY, "disable_log_stats": False,
+        "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1, "max_logprobs": VOCABULARY,
+        "disable_log_stats": False,
     }  # fmt: skip
     folder = tempfile.mkdtemp(prefix="model-")
     save(case["model"], folder)

@@ -1,4 +1,6 @@
-"""The native route on real engines on a CUDA device: graphs, both runners, windows, hybrids, sleep; skipped elsewhere.
+"""The native route on real engines on CUDA devices: graphs, both runners, windows, hybrids, sleep, tensor parallel.
+
+Skipped elsewhere.
 
 TURBOQUANT_RESULTS=DIR python -m pytest tests/test_gpu_native.py writes DIR/native-gpu.json
 """
@@ -23,7 +25,8 @@ from gpu_engine import GRAPHS  # noqa: E402
 SCRIPT = Path(__file__).with_name("gpu_engine.py")
 EAGER, GRAPH = {"enforce_eager": True}, {"compilation_config": GRAPHS}
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
-BUSY = {"num_gpu_blocks_override": 155}  # the prompts take 152 blocks, and three of them grow into another one
+PAIR = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
+BUSY = {"num_gpu_blocks_override": 152}  # one of them is vLLM's own, and the prompts take all 152
 
 
 def case(model="llama", preset="k4v4", runner="0", sleep=False, **engine):
@@ -45,6 +48,9 @@ CASES = {
     "granite native": case("granite", None, **EAGER),
     "granite": case("granite", **GRAPH),
 }
+if torch.cuda.device_count() > 1:
+    CASES |= {"native, two devices": case(preset=None, **GRAPH, **PAIR), "two devices": case(**GRAPH, **PAIR)}
+ONE_DEVICE = {"native, two devices": "native", "two devices": "v1-graphs"}
 OURS = [name for name, made in CASES.items() if made["preset"]]
 
 
@@ -83,6 +89,8 @@ def distance(reference, tested):
 
 
 def native_of(name):
+    if "two devices" in name:
+        return "native, two devices"
     return f"{CASES[name]['model']} native" if CASES[name]["model"] != "llama" else "native"
 
 
@@ -100,6 +108,8 @@ def figures(found):
             row["kld_native"] = distance(reference["first"], result["first"])
             row |= {key: result["stats"][key] for key in ("bytes_per_token_native", "bytes_per_token_compressed")}
         row |= {f"kld_{key}": distance(result["first"], result[key]) for key in result if key.startswith("slept")}
+        if isinstance(one := found.get(ONE_DEVICE.get(name, "")), dict):
+            row["kld_one_device"] = distance(one["first"], result["first"])
         rows[name] = row
     command = "TURBOQUANT_RESULTS=DIR python -m pytest tests/test_gpu_native.py"
     from turboquant.integration.compat import vllm_version
@@ -153,6 +163,13 @@ def test_pool_counts_compressed_pages(results):
     native = results["native"]["blocks"] * results["native"]["block_size"]
     for name, ratio in (("v1-graphs", 3.87), ("k3v2-graphs", 6.09)):
         assert results[name]["blocks"] * results[name]["block_size"] >= ratio * native
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_devices_answer_as_one(results):
+    """Sums over devices round in another order; the native cache's own difference is the measure."""
+    apart = {name: distance(results[one]["first"], results[name]["first"])[0] for name, one in ONE_DEVICE.items()}
+    assert apart["two devices"] <= 1e-3, apart
 
 
 @pytest.mark.parametrize(**decoded("full pool"))

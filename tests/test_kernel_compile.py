@@ -134,13 +134,13 @@ def decode_arguments(key_bits, value_bits, dim, block, group, tile, capability, 
         "fp32": "scale softcap matrix_scale key_step",
     }
     values = {name: kind for kind, names in types.items() for name in names.split()}
-    integers = "block_stride heads splits sliding tokens pairs row_tiles pieces segments"
+    integers = "block_stride heads splits sliding tokens pairs row_tiles tile_bits pieces exact_tiles segments"
     values |= dict.fromkeys(integers.split(), 1001) | dict.fromkeys(
         ["page_stride", "raw_stride", "key_stride", "value_stride", "ring_stride", "output_stride"], 1024
     )
     overlap = capability >= 90
     common = {"G": group, "D": dim, "R": tile, "EXACT": True, "PDL": overlap}
-    attention = {"WINDOW": 128, "SLIDING": True, "SOFTCAP": True, "VSTEP": 0.04, "PIECES": 4, "EXACT_TILES": 2}
+    attention = {"WINDOW": 128, "SLIDING": True, "SOFTCAP": True, "VSTEP": 0.04}
     count, warps, row_registers = decode.program_rows(dim, many)
     rows = {"FLOAT": key_bits == 8, "ROWS": count, "WARPS": warps, "GROUPS": 1 if many else 4, "LSE_STEPS": 2}
     rows["UNROLL"] = decode.rows_in_flight(dim, count, warps)
@@ -183,6 +183,38 @@ def compile_ring(capability):
         name: resources(compile_for(kernel, {a: values[a] for a in kernel.arg_names}, capability, num_warps=warps))
         for name, (kernel, warps) in kernels.items()
     }
+
+
+def compile_without_a_device():
+    """What `compile_together` does with two launches of one kernel for 64 and two for 128 numbers, without a device."""
+    from triton import language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from turboquant.kernels.compilation import compile_together
+
+    class NoDriver:
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device: 0)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+    @triton.jit
+    def kernel(X, SIZE: tl.constexpr):
+        tl.store(X + tl.arange(0, SIZE), 1)
+
+    compiled, launches, x = [], [], torch.zeros(128, dtype=torch.int32)
+    driver.set_active(NoDriver())
+    triton.knobs.runtime.jit_post_compile_hook = lambda **call: compiled.append(call["fn"].name)
+
+    def launch():
+        for size in (64, 128, 64, 128):
+            kernel[(1,)](x, size)
+            launches.append(size)
+
+    original = triton.JITFunction.run
+    compile_together(launch)
+    restored = triton.JITFunction.run is original
+    return {"compiled": len(compiled), "launches": len(launches), "written": int(x.sum()), "restored": restored}
 
 
 def in_a_process(what, capability):
@@ -232,9 +264,16 @@ def test_ring(capability):
     assert all(usage["STACK"] == usage["LOCAL"] == 0 for usage in found.values())
 
 
+@needs_tools
+def test_kernels_compile_together_and_are_not_launched():
+    assert in_a_process("together", 90) == {"compiled": 2, "launches": 4, "written": 0, "restored": True}
+
+
 if __name__ == "__main__":
     chosen = int(sys.argv[2])
-    if sys.argv[1] == "encode":
+    if sys.argv[1] == "together":
+        report = compile_without_a_device()
+    elif sys.argv[1] == "encode":
         report = {f"{config} {tokens}": compile_encode(chosen, config, tokens) for config, tokens in CASES}
     elif sys.argv[1] == "ring":
         report = compile_ring(chosen)

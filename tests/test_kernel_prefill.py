@@ -92,6 +92,7 @@ def test_chunk_equals_the_torch_scorer(options, workspace, monkeypatch):
 )
 def test_sliding_window_and_softcap(sliding, softcap, window, monkeypatch):
     monkeypatch.setattr(prefill, "WORKSPACE_TOKENS", 40)
+    monkeypatch.setattr(prefill, "WINDOW_STEP", 1)
     layer, plan, query, own = make_step((90, 0, 37), (21, 18, 30), window=window)
     want, got = (torch.full(query.shape, 9.0, device=DEVICE) for _ in range(2))
     HybridScorer(0.1, sliding, softcap).attend(layer, plan, query, own, want)
@@ -105,6 +106,9 @@ def test_rows_that_it_does_not_serve():
     kernel = prefill.StagedPrefill(layer, dense)
     group = HybridScorer(0.1)._group(plan, 32, [0], 64)
     assert kernel.serves(group, query, own, 0.0)
+    for window, served in ((128, True), (1024, True), (500, False)):  # FlashAttention-3 is wrong at 500
+        windowed = HybridScorer(0.1, window)._group(plan, 32, [0], 64)
+        assert kernel.serves(windowed, query, own, 0.0) is served
     assert not kernel.serves(group, query.float(), own, 0.0)
     assert not kernel.serves(group, query.transpose(1, 2).contiguous().transpose(1, 2), own, 0.0)
 

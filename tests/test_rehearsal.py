@@ -30,21 +30,25 @@ LIMITS = [Limits(8, 512, 4096), Limits(256, 16384, 131072, drafts=4), Limits(1, 
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-@pytest.mark.parametrize("steps", [largest_steps, distinct_steps], ids=lambda f: f.__name__)
-def test_steps_are_steps_that_the_engine_could_run(limits, steps):
-    found = list(steps(limits))
-    assert found and all(fits(step, limits) for step in found)
+def test_steps_are_steps_that_the_engine_could_run(limits):
+    scorer = HybridScorer(0.1, fused=(Watched(),))
+    for found in (list(largest_steps(limits)), list(distinct_steps(limits, scorer, 4))):
+        assert found and all(fits(step, limits) for step in found)
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-def test_every_number_of_decoding_and_verifying_requests_is_tried(limits):
-    tried = {(step.requests, step.new) for step in distinct_steps(limits)}
+def test_every_variant_of_decoding_and_verifying_is_tried_once(limits):
+    kernel = Watched()
+    tried = list(distinct_steps(limits, HybridScorer(0.1, fused=(kernel,)), 4))
     for new in {1, 1 + limits.drafts}:
-        assert {(n, new) for n in range(1, min(limits.requests, limits.tokens // new) + 1)} <= tried
+        found = [kernel.variant(step.requests, new, 4) for step in tried if step.new == new]
+        most = min(limits.requests, limits.tokens // new)
+        assert sorted(found) == sorted({kernel.variant(n, new, 4) for n in range(1, most + 1)})
 
 
 def test_long_prompts_are_tried_with_one_to_three_pieces_of_history():
-    cached = [step.cached for step in distinct_steps(Limits(4, 2048, 131072)) if step.new == LONG_LENGTH]
+    limits = Limits(4, 2048, 131072)
+    cached = [step.cached for step in distinct_steps(limits, HybridScorer(0.1), 4) if step.new == LONG_LENGTH]
     assert {-(-tokens // WORKSPACE_TOKENS) for tokens in cached} == {1, 2, 3}
 
 
@@ -65,6 +69,9 @@ class Watched:
 
     def serves(self, group, query, own, softcap):
         return True
+
+    def variant(self, requests, new, query_heads):
+        return requests % 5, new, query_heads
 
     def attend(self, group, query, own, output, scale, softcap):
         assert len(query) == len(own[0]) == len(own[1]) == len(output)
@@ -94,7 +101,8 @@ def test_rehearsal_runs_the_steps_and_writes_nothing():
 @pytest.mark.parametrize("window", [0, 32])
 def test_rehearsal_of_the_twins(window):
     engine, layer = layer_of(window)
-    rehearse(layer, HybridScorer(0.1), engine.ring, rows_of(64), list(distinct_steps(Limits(2, 8, 200, drafts=2))))
+    scorer = HybridScorer(0.1)
+    rehearse(layer, scorer, engine.ring, rows_of(64), distinct_steps(Limits(2, 8, 200, drafts=2), scorer, 4))
 
 
 def test_rehearsal_of_the_plan_leaves_an_empty_ring():

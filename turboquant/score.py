@@ -6,7 +6,7 @@ chunk of length 1.  Everything is vectorised over requests of similar query leng
 that transient memory does not grow with the context.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -188,6 +188,9 @@ class FusedKernel(Protocol):
         self, group: QueryGroup, query: torch.Tensor, own: Own, output: torch.Tensor, scale: float, softcap: float
     ) -> None:
         """Write the group's rows of output [T, H_q, d]; arguments as in `HybridScorer`."""
+
+    def variant(self, requests: int, new: int, query_heads: int) -> Hashable:
+        """Steps of as many new rows a request for which this is the same launch the same compiled kernels."""
 
 
 # (layer, group, rotated query [n, H_kv, G, Q, d], shift [n, H_kv, G, Q], softcap) -> Partial in the value basis

@@ -357,7 +357,8 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         )
         ring = self.small_ring(self.ring.block_size)
-        rehearse(self.cache, self.scorer, ring, (query, (key, value)), distinct_steps(self.host.limits))
+        steps = distinct_steps(self.host.limits, self.scorer, self.num_heads)
+        rehearse(self.cache, self.scorer, ring, (query, (key, value)), steps)
 
     def attach(self, ring: ExactRing, counters: Counters) -> None:
         """Join a KV-cache group."""

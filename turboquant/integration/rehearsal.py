@@ -55,14 +55,14 @@ def largest_steps(limits: Limits) -> Iterator[Step]:
             yield Step(min(limits.requests, limits.tokens // new), new, CACHED)
 
 
-def distinct_steps(limits: Limits) -> Iterator[Step]:
-    """Steps that together reach every kernel variant.
-
-    Which variant decodes a step depends on the number of its requests, so that all numbers are tried.
-    """
+def distinct_steps(limits: Limits, scorer: HybridScorer, query_heads: int) -> Iterator[Step]:
+    """Steps that together reach every kernel variant of a scorer."""
     for new in sorted({*SHORT_LENGTHS, 1 + limits.drafts}):
-        for requests in range(1, min(limits.requests, limits.tokens // new) + 1):
-            yield Step(requests, new, CACHED)
+        first = {
+            tuple(kernel.variant(requests, new, query_heads) for kernel in scorer.fused): requests
+            for requests in range(min(limits.requests, limits.tokens // new), 0, -1)
+        }
+        yield from (Step(requests, new, CACHED) for requests in first.values())
     new = min(LONG_LENGTH, limits.tokens)
     most = max(0, limits.context - new)
     for cached in (CACHED, WORKSPACE_TOKENS, 2 * WORKSPACE_TOKENS, 3 * WORKSPACE_TOKENS):  # one to three pieces
@@ -72,15 +72,16 @@ def distinct_steps(limits: Limits) -> Iterator[Step]:
 def rehearse(
     cache: LayerCache, scorer: HybridScorer, ring: ExactRing, rows: tuple[torch.Tensor, Own], steps: Iterable[Step]
 ) -> None:
-    """Run steps on a cache whose store has at least one page; what is written goes nowhere.
+    """Run steps on a cache whose store has at least one page, once all their kernels are compiled, side by side.
+
+    What is written goes nowhere.
 
     rows: query [T, H_q, d], and keys and values [T, H_kv, d], of a step of the most tokens.
     """
     query, (keys, values) = rows
+    steps = tuple(steps)
     nowhere = torch.full((len(query),), -1, device=query.device)
     output = torch.empty_like(query)
-    for count in (1, len(query)):
-        cache.ingest(ring, keys[:count], values[:count], nowhere[:count])
 
     def run(step: Step, tokens: int) -> None:
         absent = torch.zeros(step.requests, ring.window, dtype=torch.int64, device=query.device)
@@ -88,9 +89,18 @@ def rehearse(
         own = keys[:tokens], values[:tokens]
         scorer.attend(cache, plan, query[:tokens], own, output[:tokens], {step.new: range(step.requests)})
 
-    run(Step(1, 1, CACHED), len(query))  # among rows of other requests
-    for step in steps:
-        run(step, step.requests * step.new)
+    def run_all() -> None:
+        for count in (1, len(query)):
+            cache.ingest(ring, keys[:count], values[:count], nowhere[:count])
+        run(Step(1, 1, CACHED), len(query))  # among rows of other requests
+        for step in steps:
+            run(step, step.requests * step.new)
+
+    if query.is_cuda:
+        from turboquant.kernels.compilation import compile_together
+
+        compile_together(run_all)
+    run_all()
 
 
 def rehearse_plan(plan_ring: PlanKernel, ring: ExactRing, lines: torch.Tensor, window: ExactWindow) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from turboquant.capture import ExactRing, LayerCache
 from turboquant.kernels import gluon_decode, gluon_rows, tiles
@@ -29,6 +28,7 @@ MAX_WORK = 5_000_000
 PARTIAL_BYTES = 128 << 20  # of the segments of the requests that are served at once
 MAX_SPLITS = 176  # 11 rounds of the 16 groups of the merge, all in flight at once
 EXACT_TOKENS = 16  # tokens of a tile of the exact segment
+FEW = 4  # segments of a group from which the merge loads as many as registers hold: few variants, and few idle loads
 LONG_PIECE, SHORT_PIECE = 8, 2  # tiles of an exact piece: few requests need short pieces for latency
 REGISTERS_PER_SM = 65536
 
@@ -171,14 +171,9 @@ class FastDecode:
         factor = scale / softcap if softcap else scale * LOG2E
         tile, row_tiles = row_tiling(query.shape[1] // heads * group.length, dim)
         registers = max_registers(tile, dim, self.layer.codec.key.bits)
-        slots = self.processors * (REGISTERS_PER_SM // (32 * registers))
         prepared = self._prepare(query, factor)
-        most = max(slots, PARTIAL_BYTES // (8 * tile * dim)) // (heads * row_tiles)  # of one split and one piece each
-        for entries in group.entries.split(max(1, most)):
-            programs = len(entries) * heads * row_tiles
-            splits = max(1, min(MAX_SPLITS, slots // programs))  # programs that fill the device once
-            exact_tiles = SHORT_PIECE if programs * 2 < slots else LONG_PIECE
-            pieces = max(1, -(-self.window // (EXACT_TOKENS * exact_tiles)))
+        for entries in group.entries.split(self._most_requests(tile, row_tiles)):
+            splits, pieces, exact_tiles = self._segments(len(entries) * heads * row_tiles, tile)
             shape = (len(entries), heads, row_tiles, splits + pieces, tile)
             partial = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
             lse = torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -186,6 +181,49 @@ class FastDecode:
                 group, entries, prepared, query, own, partial, lse, pieces, exact_tiles, registers, factor, softcap
             )
             self._merge(entries, partial, lse, pieces, output)
+
+    def variant(self, requests: int, new: int, query_heads: int) -> tuple[object, ...]:
+        """See `turboquant.score.FusedKernel`."""
+        heads = self.layer.store.num_kv_heads
+        tile, row_tiles = row_tiling(query_heads // heads * new, self.layer.codec.key.dim)
+        programs = min(requests, self._most_requests(tile, row_tiles)) * heads * row_tiles
+        splits, pieces, _ = self._segments(programs, tile)
+        merge = self._merge_shape(programs, tile, splits, pieces)
+        return tile, self._has_many_rows(requests * new * query_heads), merge
+
+    def _slots(self, tile: int) -> int:
+        """Programs that the device runs at once."""
+        registers = max_registers(tile, self.layer.codec.key.dim, self.layer.codec.key.bits)
+        return self.processors * (REGISTERS_PER_SM // (32 * registers))
+
+    def _most_requests(self, tile: int, row_tiles: int) -> int:
+        """Requests that are served at once, with one split and one piece each at least."""
+        segments = max(self._slots(tile), PARTIAL_BYTES // (8 * tile * self.layer.codec.key.dim))
+        return max(1, segments // (self.layer.store.num_kv_heads * row_tiles))
+
+    def _segments(self, programs: int, tile: int) -> tuple[int, int, int]:
+        """Splits of the history, so that all programs fill the device once; exact pieces, and tiles of a piece."""
+        slots = self._slots(tile)
+        tiles = SHORT_PIECE if programs * 2 < slots else LONG_PIECE
+        pieces = max(1, -(-self.window // (EXACT_TOKENS * tiles)))  # one at least, for the step's own rows
+        return max(1, min(MAX_SPLITS, slots // programs)), pieces, tiles
+
+    def _has_many_rows(self, rows: int) -> bool:
+        """Whether query rows (of all heads) are more than one program on each processor takes."""
+        return rows > gluon_rows.ROWS.value * self.processors
+
+    def _merge_shape(self, programs: int, tile: int, splits: int, pieces: int) -> tuple[int, int, int, int, int, int]:
+        """Of the merge: groups of a row; rows, warps and registers of a program; segments loaded at once; steps of
+        reading all their sums.  Few values, for each is a variant to compile.
+        """
+        least, dim = gluon_rows.ROWS.value, self.layer.codec.key.dim
+        groups, room = 1, least * self.processors // (programs * tile)
+        while groups < min(least, splits) and 2 * groups <= room:
+            groups *= 2
+        rows, warps, registers = program_rows(dim, not room)
+        most = rows_in_flight(dim, rows, warps)
+        steps = -(-(MAX_SPLITS + pieces) // dim) if splits + pieces > dim else 1
+        return groups, rows, warps, registers, most if splits > FEW * groups else min(most, FEW), steps
 
     def _prepare(self, query: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """query [T, H_q, d] -> 16-bit queries, score factors and shifts, offsets (`gluon_rows.prepare_kernel`)."""
@@ -197,8 +235,7 @@ class FastDecode:
         rows = torch.empty(tokens, heads, group, 2, dim, dtype=dtype, device=query.device)
         factors = torch.empty(tokens, heads, group, 2, dtype=torch.float32, device=query.device)
         offsets = torch.empty(tokens, heads, group, dtype=torch.int32, device=query.device)
-        many = tokens * group * heads > gluon_rows.ROWS.value * self.processors
-        size, warps, registers = program_rows(dim, many)
+        size, warps, registers = program_rows(dim, self._has_many_rows(tokens * query_heads))
         grid = (-(-tokens * group // size), heads)
         gluon_rows.prepare_kernel[grid](
             query, matrix.parts, self.layer.codec.transform.center, rows, factors, offsets, tokens, query.stride(0),
@@ -230,10 +267,10 @@ class FastDecode:
             *prepared, query, pages, self.tables.lookup, batch.block_table, entries, window.index,
             window.present.view(torch.uint8), recent.keys, recent.values, keys, values, partial, lse,
             batch.block_table.stride(0), pages.stride(0), query.stride(0), keys.stride(0), values.stride(0),
-            recent.keys.stride(0), heads, segments - pieces, factor, softcap * LOG2E, group.window,
+            recent.keys.stride(0), heads, segments - pieces, pieces, exact_tiles, factor, softcap * LOG2E, group.window,
             G=query.shape[1] // heads, R=tile, WINDOW=self.window, SLIDING=group.window > 0, SOFTCAP=softcap > 0,
-            VSTEP=self.tables.value_step, PIECES=pieces, EXACT_TILES=exact_tiles,
-            PDL=self.overlap, num_warps=1, maxnreg=registers, launch_pdl=self.overlap, **self.constants,
+            VSTEP=self.tables.value_step, PDL=self.overlap, num_warps=1, maxnreg=registers, launch_pdl=self.overlap,
+            **self.constants,
         )  # fmt: skip
 
     def _merge(
@@ -241,16 +278,12 @@ class FastDecode:
     ) -> None:
         """Merge the segments into the requests' rows of output [T, H_q, d]."""
         n, heads, row_tiles, segments, tile, dim = partial.shape
-        matrix, rows = self.tables.output_matrix, gluon_rows.ROWS.value
-        groups, room = 1, rows * self.processors // (n * row_tiles * tile * heads)
-        while groups < min(rows, segments - pieces) and 2 * groups <= room:
-            groups *= 2
-        rows, warps, registers = program_rows(dim, not room)
-        unroll = min(rows_in_flight(dim, rows, warps), triton.next_power_of_2(-(-(segments - pieces) // groups)))
+        matrix, programs = self.tables.output_matrix, n * heads * row_tiles
+        groups, rows, warps, registers, unroll, steps = self._merge_shape(programs, tile, segments - pieces, pieces)
         gluon_rows.merge_kernel[(-(-n * row_tiles * tile * groups // rows), heads)](
             partial, lse, matrix.parts, entries, output, n, output.stride(0), matrix.scale, heads, row_tiles,
-            pieces, segments, G=output.shape[1] // heads, R=tile, D=dim, GROUPS=groups,
-            EXACT=matrix.exact, PDL=self.overlap, WARPS=warps, UNROLL=unroll, LSE_STEPS=-(-segments // dim),
+            tile.bit_length() - 1, pieces, segments, G=output.shape[1] // heads, D=dim, GROUPS=groups,
+            EXACT=matrix.exact, PDL=self.overlap, WARPS=warps, UNROLL=unroll, LSE_STEPS=steps,
             ROWS=rows, num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
         )  # fmt: skip
 

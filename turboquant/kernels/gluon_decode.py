@@ -432,11 +432,11 @@ def store_rows(OUT, acc, D: gl.constexpr, R: gl.constexpr):
 @gluon.jit
 def exact(
     RAW, KEYS, VALUES, INDEX, PRESENT, OWN_KEYS, OWN_VALUES, OUT, LSE, place, first_row, q_start, q_len, length, piece,
-    raw_stride, key_stride, value_stride, ring_stride, head, heads, scale, softcap, sliding,
-    D: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr, WINDOW: gl.constexpr, TILES: gl.constexpr,
-    SLIDING: gl.constexpr, SOFTCAP: gl.constexpr,
+    tiles, raw_stride, key_stride, value_stride, ring_stride, head, heads, scale, softcap, sliding,
+    D: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr, WINDOW: gl.constexpr, SLIDING: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Attention over TILES tiles of the exact ring; the last piece also over the step's own rows, causally."""
+    """Attention over `tiles` tiles of the exact ring; the last piece also over the step's own rows, causally."""
     N: gl.constexpr = 8 if R == 4 else R
     a_layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -459,10 +459,10 @@ def exact(
     copy_row = gl.arange(0, T, layout=gl.SliceLayout(1, copy))
     copy_dim = head * D + gl.arange(0, D, layout=gl.SliceLayout(0, copy))
     all_tiles: gl.constexpr = (WINDOW + T - 1) // T
-    end = gl.minimum((piece + 1) * TILES, all_tiles)
-    if (piece + 1) * TILES >= all_tiles:
+    end = gl.minimum((piece + 1) * tiles, all_tiles)
+    if (piece + 1) * tiles >= all_tiles:
         end = all_tiles + gl.cdiv(q_len, T)
-    for t in range(piece * TILES, end):
+    for t in range(piece * tiles, end):
         first = t * T
         if t >= all_tiles:
             first = (t - all_tiles) * T
@@ -508,16 +508,16 @@ def exact(
     gl.store(LSE + place * R + column, gl.where(total > 0, m + gl.log2(safe), float("-inf")), mask=column < R)
 
 
-@gluon.jit(do_not_specialize=["block_stride", "splits"])
+@gluon.jit(do_not_specialize=["block_stride", "splits", "pieces", "exact_tiles"])
 def decode_kernel(
     QUERY, FACTOR, OFFSET, RAW, PAGES, TABLES, BLOCKS, REQUESTS, INDEX, PRESENT, KEYS, VALUES,
     OWN_KEYS, OWN_VALUES, OUT, LSE, block_stride, page_stride, raw_stride, key_stride, value_stride,
-    ring_stride, heads, splits, scale, softcap, sliding,
+    ring_stride, heads, splits, pieces, exact_tiles, scale, softcap, sliding,
     D: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr, BS: gl.constexpr, KBITS: gl.constexpr,
     VBITS: gl.constexpr, K0: gl.constexpr, K1: gl.constexpr, V0: gl.constexpr, V1: gl.constexpr, KS: gl.constexpr,
     VS: gl.constexpr, KROWS: gl.constexpr, VROWS: gl.constexpr, RUN: gl.constexpr,
     WINDOW: gl.constexpr, SLIDING: gl.constexpr, SOFTCAP: gl.constexpr, VSTEP: gl.constexpr, PAGE: gl.constexpr,
-    PIECES: gl.constexpr, EXACT_TILES: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Program (request and head, segment, row tile); segments are the exact pieces, then the splits of the history."""
     pair = gl.program_id(0)
@@ -531,14 +531,14 @@ def decode_kernel(
     q_start = gl.load(entry + 1)
     q_len = gl.load(entry + 2)
     length = gl.load(entry + 3)
-    place = (pair * gl.num_programs(2) + row_tile).to(gl.int64) * (splits + PIECES) + segment
+    place = (pair * gl.num_programs(2) + row_tile).to(gl.int64) * (splits + pieces) + segment
     first_row = row_tile * R
     present = PRESENT + request.to(gl.int64) * WINDOW
-    if segment < PIECES:
+    if segment < pieces:
         exact(
             RAW, KEYS, VALUES, INDEX + request.to(gl.int64) * WINDOW, present, OWN_KEYS, OWN_VALUES, OUT, LSE, place,
-            first_row, q_start, q_len, length, segment, raw_stride, key_stride, value_stride, ring_stride, head, heads,
-            scale, softcap, sliding, D, G, R, 16, WINDOW, EXACT_TILES, SLIDING, SOFTCAP,
+            first_row, q_start, q_len, length, segment, exact_tiles, raw_stride, key_stride, value_stride, ring_stride,
+            head, heads, scale, softcap, sliding, D, G, R, 16, WINDOW, SLIDING, SOFTCAP,
         )  # fmt: skip
     else:
         low = 0
@@ -546,7 +546,7 @@ def decode_kernel(
             low = gl.maximum(length - sliding + 1, 0) // T
         tiles = gl.cdiv(length, T) - low
         share = gl.cdiv(gl.maximum(tiles, 0), splits)
-        start = low + (segment - PIECES) * share
+        start = low + (segment - pieces) * share
         end = gl.minimum(start + share, low + tiles)
         if (start < end) & (first_row < q_len * G):
             history(

@@ -83,8 +83,8 @@ def prepare_kernel(
 
 @gluon.jit
 def weighted_sum(
-    OUT, LSE, start, stop, first, lane, group, real, peak, dim, R: gl.constexpr, D: gl.constexpr,
-    GROUPS: gl.constexpr, UNROLL: gl.constexpr, layout: gl.constexpr,
+    OUT, LSE, start, stop, first, lane, tile, group, real, peak, dim, D: gl.constexpr, GROUPS: gl.constexpr,
+    UNROLL: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Sum over segments group, group + GROUPS, ... of [start, stop): weights [rows] and weighted rows [rows, D].
 
@@ -98,7 +98,7 @@ def weighted_sum(
         for step in gl.static_range(UNROLL):
             place = segment + step * GROUPS + group
             used = real & (place < stop)
-            line = (first + place) * R + lane
+            line = (first + place) * tile + lane
             part = gl.load(OUT + line[:, None] * D + dim[None, :], mask=used[:, None], other=0.0)
             weight = gl.exp2(gl.load(LSE + line, mask=used, other=float("-inf")) - peak)
             mass += weight
@@ -106,17 +106,17 @@ def weighted_sum(
     return mass, total
 
 
-@gluon.jit(do_not_specialize=["pairs", "row_tiles", "pieces", "segments"])
+@gluon.jit(do_not_specialize=["pairs", "row_tiles", "tile_bits", "pieces", "segments"])
 def merge_kernel(
-    OUT, LSE, MATRIX, REQUESTS, OUTPUT, pairs, output_stride, matrix_scale, heads, row_tiles, pieces, segments,
-    G: gl.constexpr, R: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr,
+    OUT, LSE, MATRIX, REQUESTS, OUTPUT, pairs, output_stride, matrix_scale, heads, row_tiles, tile_bits, pieces,
+    segments, G: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr,
     EXACT: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr, UNROLL: gl.constexpr, LSE_STEPS: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """ROWS / GROUPS query rows of one KV head; group g of a row adds up the row's segments g, g + GROUPS, ...
 
-    OUT float32 [requests, heads, row_tiles, segments, R, D], LSE [.., R] (base 2): first `pieces` exact segments;
-    then splits of the history, in the values' basis and order.  MATRIX bfloat16 [2, D, D] leads back.
+    OUT float32 [requests, heads, row_tiles, segments, R, D], LSE [.., R] (base 2), R = 2^tile_bits: first `pieces`
+    exact segments; then splits of the history, in the values' basis and order.  MATRIX bfloat16 [2, D, D] leads back.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
@@ -126,11 +126,13 @@ def merge_kernel(
     operand = matrix_operand(MATRIX, D, b_layout)
     index = gl.arange(0, ROWS, layout=gl.SliceLayout(1, read))
     row = gl.program_id(0) * (ROWS // GROUPS) + index // GROUPS
-    real = row < pairs * row_tiles * R
-    row = gl.minimum(row, pairs * row_tiles * R - 1)
-    first = ((row // (row_tiles * R)).to(gl.int64) * heads + head) * row_tiles + row % (row_tiles * R) // R
+    tile = 1 << tile_bits
+    real = row < pairs * row_tiles * tile
+    row = gl.minimum(row, pairs * row_tiles * tile - 1)
+    row_tile = row >> tile_bits
+    first = ((row_tile // row_tiles).to(gl.int64) * heads + head) * row_tiles + row_tile % row_tiles
     first = first * segments
-    lane = row % R
+    lane = row & (tile - 1)
     dim = gl.arange(0, D, layout=gl.SliceLayout(0, read))
     if PDL:
         gdc_wait()
@@ -138,17 +140,17 @@ def merge_kernel(
     lse = gl.full([ROWS, D], float("-inf"), gl.float32, layout=read)
     for step in gl.static_range(LSE_STEPS):
         place = step * D + dim
-        line = (first[:, None] + place[None, :]) * R + lane[:, None]
+        line = (first[:, None] + place[None, :]) * tile + lane[:, None]
         used = real[:, None] & (place < segments)[None, :]
         lse = gl.maximum(lse, gl.load(LSE + line, mask=used, other=float("-inf")))
     peak = gl.max(lse, 1)
     peak = gl.where(peak == float("-inf"), 0.0, peak)
     group = index % GROUPS
     mass, rotated = weighted_sum(
-        OUT, LSE, pieces, segments, first, lane, group, real, peak, dim, R, D, GROUPS, UNROLL, read
+        OUT, LSE, pieces, segments, first, lane, tile, group, real, peak, dim, D, GROUPS, UNROLL, read
     )  # fmt: skip
     exact_mass, plain = weighted_sum(
-        OUT, LSE, 0, pieces, first, lane, group, real, peak, dim, R, D, GROUPS, 1, read
+        OUT, LSE, 0, pieces, first, lane, tile, group, real, peak, dim, D, GROUPS, 1, read
     )  # fmt: skip
     high = rotated.to(gl.bfloat16)
     low = gl.convert_layout((rotated - high.to(gl.float32)).to(gl.bfloat16), a_layout)
@@ -161,24 +163,23 @@ def merge_kernel(
     total = gl.convert_layout(mass + exact_mass, gl.SliceLayout(1, mma))
     total = gl.sum(total.reshape([ROWS // GROUPS, GROUPS]), 1)
     result = gl.sum(result.reshape([ROWS // GROUPS, GROUPS, D]), 1)
-    store_output(REQUESTS, OUTPUT, result, total, pairs, output_stride, head, row_tiles, G, R, D)
+    store_output(REQUESTS, OUTPUT, result, total, pairs, output_stride, head, row_tiles * tile, G, D)
 
 
 @gluon.jit
 def store_output(
-    REQUESTS, OUTPUT, result, total, pairs, output_stride, head, row_tiles, G: gl.constexpr, R: gl.constexpr,
-    D: gl.constexpr,
+    REQUESTS, OUTPUT, result, total, pairs, output_stride, head, per_request, G: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Store result [rows, D] / total [rows] where a row belongs to a query row of the batch."""
+    """Store result [rows, D] / total [rows] where one of the `per_request` rows is a query row of the batch."""
     layout: gl.constexpr = result.type.layout
     rows: gl.constexpr = result.shape[0]
     total = gl.convert_layout(total, gl.SliceLayout(1, layout))
     result = result * (1.0 / gl.where(total > 0, total, 1.0))[:, None]
     row = gl.program_id(0) * rows + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
     dim = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    real = row < pairs * row_tiles * R
-    entry = REQUESTS + row // (row_tiles * R) * 4
-    row = row % (row_tiles * R)
+    real = row < pairs * per_request
+    entry = REQUESTS + row // per_request * 4
+    row = row % per_request
     token = gl.load(entry + 1, mask=real, other=0) + row // G
     real = real & (row // G < gl.load(entry + 2, mask=real, other=0))
     target = token.to(gl.int64) * output_stride + (head * G + row % G) * D

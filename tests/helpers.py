@@ -295,23 +295,25 @@ class Scheduler:
 class AmpleRing:
     """The exact ring's rule with room for everything, in plain sets.
 
-    A block gets an entry when one of the last `window` tokens of its request is written into it; from then on every
-    token written into the block is held exactly.
+    A block gets an entry when one of the last `window` or first `sinks` tokens of its request is written into it; from
+    then on every token written into the block is held exactly.
     """
 
-    def __init__(self, window, block_size):
-        self.window, self.block_size = window, block_size
+    def __init__(self, window, block_size, sinks=0):
+        self.window, self.block_size, self.sinks = window, block_size, min(sinks, block_size)
         self.held = {}
 
     def plan(self, step):
         """Assign entries and return, per request, the positions that are read exactly."""
         exact = []
         for request, history, new in step.parts:
-            for position in range(max(history, history + new - self.window), history + new):
+            recent = range(max(history, history + new - self.window), history + new)
+            for position in (*recent, *range(history, min(history + new, self.sinks))):
                 self.held.setdefault(request.blocks[position // self.block_size], set())
         for request, history, _ in step.parts:
-            window = range(max(0, history - self.window), history)
-            exact.append([p for p in window if self._holds(request.blocks[p // self.block_size], p)])
+            start = max(0, history - self.window)
+            wanted = (*range(min(self.sinks, start)), *range(start, history))
+            exact.append([p for p in wanted if self._holds(request.blocks[p // self.block_size], p)])
         return exact
 
     def write(self, step):

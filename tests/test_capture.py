@@ -5,14 +5,14 @@ import torch
 from helpers import AmpleRing, Request, Scheduler, build_codec, normal, plain_step, rng
 
 from turboquant.batch import AttentionBatch
-from turboquant.capture import ExactRing, KVCaptureEngine, window_blocks
+from turboquant.capture import ExactRing, KVCaptureEngine, exact_blocks
 
 
 class Tracked:
     """An ExactRing whose data are the numbers of the rows written, so that every read can be checked."""
 
-    def __init__(self, num_blocks, block_size, window, capacity):
-        self.ring = ExactRing(num_blocks, block_size, window, capacity)
+    def __init__(self, num_blocks, block_size, window, capacity, sinks=0):
+        self.ring = ExactRing(num_blocks, block_size, window, capacity, sinks=sinks)
         self.data = torch.full((capacity * block_size,), -1)
 
     def run(self, step):
@@ -27,7 +27,8 @@ class Tracked:
         return exact
 
     def _check_reads(self, window, i, request, history):
-        positions = range(history - self.ring.window, history)
+        start = history - self.ring.window
+        positions = (*(p if p < start else -1 for p in range(self.ring.sinks)), *range(start, history))
         exact = [p for p, here in zip(positions, window.present[i].tolist(), strict=True) if here]
         assert all(p >= 0 for p in exact)
         assert self.data[window.index[i][window.present[i]]].tolist() == [request.rows[p] for p in exact]
@@ -94,11 +95,14 @@ def window_of(request, window, new):
 
 # ---- what is exact ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("window", "block_size"), [(1, 8), (7, 8), (8, 8), (9, 8), (24, 8), (5, 1), (20, 16)])
-def test_exact_iff_in_the_window_and_still_there(window, block_size, seed):
+@pytest.mark.parametrize(
+    ("window", "block_size", "sinks"),
+    [(1, 8, 0), (7, 8, 0), (8, 8, 8), (9, 8, 3), (24, 8, 0), (5, 1, 4), (20, 16, 4), (0, 8, 5)],
+)
+def test_exact_iff_in_the_window_or_a_sink_and_still_there(window, block_size, sinks, seed):
     """With room for all blocks, exactly what plain sets say; prefix hits, preemption, rejected drafts."""
     scheduler = Scheduler(seed, num_blocks=240 // block_size + 8, block_size=block_size)
-    ring, model = Tracked(300, block_size, window, 300), AmpleRing(window, block_size)
+    ring, model = Tracked(300, block_size, window, 300, sinks), AmpleRing(window, block_size, sinks)
     seen = 0
     for _ in range(60):
         step = scheduler.step()
@@ -111,12 +115,13 @@ def test_exact_iff_in_the_window_and_still_there(window, block_size, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("capacity", [1, 3, 6, 10])
-def test_small_ring_is_sound_and_keeps_live_windows(capacity, seed):
+def test_small_ring_is_sound_and_keeps_live_windows(capacity, sinks, seed):
     """Losing an entry is never wrong: what is read is right; and no step takes an entry that its next step reads."""
     window, block_size = 13, 4
     scheduler = Scheduler(seed, num_blocks=60, block_size=block_size)
-    ring, model = Tracked(60, block_size, window, capacity), AmpleRing(window, block_size)
+    ring, model = Tracked(60, block_size, window, capacity, sinks), AmpleRing(window, block_size, sinks)
     lost = 0
     for _ in range(80):
         step = scheduler.step()
@@ -125,42 +130,64 @@ def test_small_ring_is_sound_and_keeps_live_windows(capacity, seed):
         for found, possible in zip(exact, model.plan(step), strict=True):
             assert set(found) <= set(possible)
             lost += len(possible) - len(found)
-        assert not (before - ring.blocks) & blocks_of_next_windows(step, window, block_size)
+        assert not (before - ring.blocks) & blocks_of_next_reads(step, window, block_size, sinks)
         model.write(step)
         scheduler.commit(step)
     assert lost > 0
 
 
-def blocks_of_next_windows(step, window, block_size):
+def blocks_of_next_reads(step, window, block_size, sinks):
     """What the requests of the step read next if all their new tokens stay."""
     ends = [(request, history + new) for request, history, new in step.parts]
-    return {request.blocks[p // block_size] for request, end in ends for p in range(max(0, end - window), end)}
+    recent = {request.blocks[p // block_size] for request, end in ends for p in range(max(0, end - window), end)}
+    return recent | {request.blocks[0] for request, _ in ends if sinks}
 
 
+@pytest.mark.parametrize("sinks", [0, 1, 3, 8])
 @pytest.mark.parametrize("block_size", [1, 4, 8])
-@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 11])
-def test_every_residue_of_the_length(block_size, window):
+@pytest.mark.parametrize("window", [0, 1, 3, 4, 5, 8, 11])
+def test_every_residue_of_the_length(block_size, window, sinks):
     """Prompts of every length modulo the block size, then a decode over two more blocks."""
+    sinks = min(sinks, block_size)
     for length in range(1, 2 * block_size + 2):
-        driver = Driver(Tracked(64, block_size, window, window_blocks(window, block_size)), block_size, length=48)
+        capacity = exact_blocks(window, sinks, block_size)
+        driver = Driver(Tracked(64, block_size, window, capacity, sinks), block_size, length=48)
         request = driver.request()
         driver.step({request: length})
         for _ in range(2 * block_size + 1):
-            assert driver.step({request: 1})[request] == window_of(request, window, 1)
+            exact = driver.step({request: 1})[request]
+            assert exact == sorted({*range(min(sinks, length)), *window_of(request, window, 1)})
+            length += 1
+
+
+def test_chunks_write_sinks_in_parts():
+    """A first chunk shorter than the sinks: the entry is there from the first token on."""
+    driver = Driver(Tracked(64, 8, 2, 4, sinks=6), 8, length=48)
+    request = driver.request()
+    for new, exact in ((3, []), (30, [0, 1, 2]), (1, [0, 1, 2, 3, 4, 5, 31, 32])):
+        assert driver.step({request: new})[request] == exact
+
+
+def test_a_shared_first_block_is_exact_for_all_who_share_it():
+    ring = Tracked(16, 8, 8, 5, sinks=4)
+    first, second = Request(0, blocks=[3, 4, 5, 6]), Request(0, blocks=[3, 4, 9], rows=list(range(16)))
+    ring.run(plain_step([(first, 0, 30)], 8))
+    assert ring.run(plain_step([(second, 16, 2)], 8, first_row=50))[0][:4] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 8, 16])
-def test_window_blocks_is_the_most_that_a_window_can_touch(block_size):
+def test_exact_blocks_is_the_most_that_a_window_can_touch_and_one_for_sinks(block_size):
     """`window` cached tokens and the one being written, at the worst alignment."""
     for window in range(1, 40):
         touched = [len({p // block_size for p in range(start, start + window + 1)}) for start in range(block_size)]
-        assert window_blocks(window, block_size) == max(touched)
-    assert window_blocks(0, block_size) == 0
+        assert exact_blocks(window, 0, block_size) == max(touched) == exact_blocks(window, 4, block_size) - 1
+    assert exact_blocks(0, 0, block_size) == 0
 
 
-def test_covers():
+@pytest.mark.parametrize("sinks", [0, 5])
+def test_covers(sinks):
     """The scorer's question: which of these positions of these requests are read exactly."""
-    scheduler, ring, model = Scheduler(5, block_size=8), ExactRing(48, 8, 11, 48), AmpleRing(11, 8)
+    scheduler, ring, model = Scheduler(5, block_size=8), ExactRing(48, 8, 11, 48, sinks=sinks), AmpleRing(11, 8, sinks)
     for _ in range(30):
         step = scheduler.step()
         window, exact = ring.plan(step.batch), model.plan(step)
@@ -235,7 +262,7 @@ def decodes_beside_a_long_prompt(ring, block_size, window):
 @pytest.mark.parametrize(("window", "block_size"), [(32, 8), (33, 8), (48, 16), (10, 1)])
 def test_long_prompt_does_not_push_out_live_windows(window, block_size):
     """Why the ring is not first-in-first-out: the same capacity in that order loses the windows of running requests."""
-    capacity = 4 * window_blocks(window, block_size)
+    capacity = 4 * exact_blocks(window, 0, block_size)
     num_blocks = 4 * (1600 // block_size + 1)
     assert decodes_beside_a_long_prompt(Tracked(num_blocks, block_size, window, capacity), block_size, window) == 1
     assert decodes_beside_a_long_prompt(FirstInFirstOut(window, block_size, capacity), block_size, window) < 0.75
@@ -244,7 +271,7 @@ def test_long_prompt_does_not_push_out_live_windows(window, block_size):
 def run_decodes(seed, max_seqs, window, block_size, choose):
     """Requests come, decode when `choose` says so, and go; every step must find all windows complete."""
     random = rng(seed, 3)
-    capacity = max_seqs * window_blocks(window, block_size)
+    capacity = max_seqs * exact_blocks(window, 0, block_size)
     driver = Driver(Tracked(4000, block_size, window, capacity), block_size, length=60)
     running, steps = [], 0
     while steps < 120:
@@ -264,7 +291,7 @@ def run_decodes(seed, max_seqs, window, block_size, choose):
 @pytest.mark.parametrize(("window", "block_size"), [(1, 4), (4, 4), (5, 4), (9, 4), (16, 8), (6, 1)])
 @pytest.mark.parametrize("max_seqs", [1, 2, 5])
 def test_capacity_suffices_while_all_requests_run(max_seqs, window, block_size):
-    """max_seqs * window_blocks entries hold all windows when every running request is in every batch."""
+    """max_seqs * exact_blocks entries hold all windows when every running request is in every batch."""
     run_decodes(1, max_seqs, window, block_size, lambda random, running: running)
 
 
@@ -273,7 +300,7 @@ def test_capacity_suffices_while_all_requests_run(max_seqs, window, block_size):
 def test_capacity_suffices_for_every_interleaving_of_decodes(window, block_size, seed):
     """The same when requests sit out steps, while none comes or goes: no live window goes before retired blocks."""
     random, max_seqs = rng(2, seed), 3
-    driver = Driver(Tracked(200, block_size, window, max_seqs * window_blocks(window, block_size)), block_size, 150)
+    driver = Driver(Tracked(200, block_size, window, max_seqs * exact_blocks(window, 0, block_size)), block_size, 150)
     running = [driver.request() for _ in range(max_seqs)]
     for request in running:
         driver.step({request: int(random.integers(1, 20))})
@@ -285,7 +312,7 @@ def test_capacity_suffices_for_every_interleaving_of_decodes(window, block_size,
 
 def test_requests_that_sit_out_steps_lose_exactness_only():
     """Others come meanwhile and take the entries: what is read stays right, and later windows are complete again."""
-    driver = Driver(Tracked(2000, 4, 9, 2 * window_blocks(9, 4)), 4, 60)
+    driver = Driver(Tracked(2000, 4, 9, 2 * exact_blocks(9, 0, 4)), 4, 60)
     waits = driver.request()
     driver.step({waits: 20})
     for _ in range(4):

@@ -56,8 +56,8 @@ def normal(generator, *shape):
 
 
 def make_case(
-    lens=(700, 33, 0, 1, 260), *, hq=32, hkv=8, d=128, block=32, q=1, window=128, center=True, dtype=torch.bfloat16,
-    seed=11, **options,
+    lens=(700, 33, 0, 1, 260), *, hq=32, hkv=8, d=128, block=32, q=1, window=128, sinks=16, center=True,
+    dtype=torch.bfloat16, seed=11, **options,
 ):  # fmt: skip
     """lens: cached tokens of each request; a request without any is padding."""
     g = torch.Generator(device="cuda").manual_seed(seed)
@@ -67,7 +67,7 @@ def make_case(
         transform = KeyTransform(normal(g, hkv, d) * 2, gain)
     codec = KVCodec.build(TurboQuantConfig(**options), 0, hkv, d, transform, "cuda")
     n, per = len(lens), (max(lens) + q) // block + 2
-    engine = KVCaptureEngine(n * per, block, window, n * (window // block + 2), "cuda")
+    engine = KVCaptureEngine(n * per, block, window, n * (window // block + 3), "cuda", sinks)
     layer = engine.add_layer("layer", codec, hkv, dtype)
     layer.store.pages.fill_(255)
     table = torch.randperm(n * per, generator=g, device="cuda").view(n, per).int()
@@ -132,8 +132,12 @@ def test_decode_of_every_preset(bits):
         {"block": 16, "key_bits": 8, "value_bits": 3},
         {"block": 48},
         {"block": 64, "key_bits": 3, "value_bits": 3, "q": 5},
+        {"window": 0, "sinks": 0},
         {"window": 0},
         {"window": 37},
+        {"sinks": 0},
+        {"sinks": 5, "block": 16, "q": 3},
+        {"sinks": 48, "block": 48},
         {"lens": tuple(range(1, 200))},
         {"lens": tuple(range(1, 301)), "q": 16},
         {"lens": (300, 40, 7), "q": 20},
@@ -180,7 +184,7 @@ def test_blocks_behind_the_sliding_window_may_hold_anything():
 
 def test_graph_replay_with_other_lengths():
     """A captured decode follows lengths that change in place, down to padding."""
-    case = make_case((700, 33, 12, 1, 260), window=0)
+    case = make_case((700, 33, 12, 1, 260), window=0, sinks=0)
     starts, table = case.plan.batch.query_start, case.plan.batch.block_table
     seqs = case.plan.batch.seq_lens.clone()
     kernels = choose_kernels(case.layer, case.engine.ring)

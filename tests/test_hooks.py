@@ -75,11 +75,13 @@ def test_layout_that_loses_values_is_refused():
 
 
 @pytest.mark.parametrize("mode", ["hybrid", "full_tq"])
-@pytest.mark.parametrize("buffer_size", [0, 32])
-def test_decode_reads_the_compressed_cache(monkeypatch, mode, buffer_size):
+@pytest.mark.parametrize(("buffer_size", "sinks"), [(0, 0), (0, 4), (20, 4), (32, 0)])
+def test_decode_reads_the_compressed_cache(monkeypatch, mode, buffer_size, sinks):
     runner = make()
     engine = FakeEngine(runner, monkeypatch)
-    with hooks.install_turboquant_hooks(runner, buffer_size=buffer_size, mode=mode, ring_share=1.0) as handle:
+    with hooks.install_turboquant_hooks(
+        runner, buffer_size=buffer_size, sink_size=sinks, mode=mode, ring_share=1.0
+    ) as handle:
         requests, new = rows(2, 40, 23), rows(3, 1, 1)
         prefill(engine, requests)
         outputs = decode(engine, requests, new)
@@ -87,7 +89,7 @@ def test_decode_reads_the_compressed_cache(monkeypatch, mode, buffer_size):
             assert 0 < rel(output, exact(requests, new)) < 0.2
         stats = handle.stats()
         assert stats["tokens_encoded"] == 40 + 23 + 2
-        assert stats["tokens_read_exact"] == min(40, buffer_size) + min(23, buffer_size)
+        assert stats["tokens_read_exact"] == min(40, buffer_size + sinks) + min(23, buffer_size + sinks)
         assert stats["tokens_read_compressed"] == 63 - stats["tokens_read_exact"]
 
 
@@ -366,10 +368,10 @@ def test_non_causal_steps_are_refused(monkeypatch, causal):
 
 
 def test_ring_is_limited_to_its_share(caplog):
-    """24 blocks, a quarter of them: 6 entries; a window of 128 tokens needs 9 blocks of 16 and shrinks to 80."""
+    """24 blocks, a quarter of them: 6 entries; a window of 128 tokens and sinks need 10 blocks of 16, and 64 remain."""
     runner = make(1)
     with caplog.at_level(logging.WARNING, logger="turboquant"), hooks.install_turboquant_hooks(runner) as handle:
-        assert handle.window == 80 and handle.groups[0].engine.ring.capacity == 6
+        assert handle.window == 64 and handle.groups[0].engine.ring.capacity == 6
     assert "buffer_size 128 does not fit" in caplog.text
 
 

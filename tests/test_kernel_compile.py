@@ -140,7 +140,7 @@ def decode_arguments(key_bits, value_bits, dim, block, group, tile, capability, 
     )
     overlap = capability >= 90
     common = {"G": group, "D": dim, "R": tile, "EXACT": True, "PDL": overlap}
-    attention = {"WINDOW": 128, "SLIDING": True, "SOFTCAP": True, "VSTEP": 0.04}
+    attention = {"COLUMNS": 144, "SINKS": 16, "SLIDING": True, "SOFTCAP": True, "VSTEP": 0.04}
     count, warps, row_registers = decode.program_rows(dim, many)
     rows = {"FLOAT": key_bits == 8, "ROWS": count, "WARPS": warps, "GROUPS": 1 if many else 4, "LSE_STEPS": 2}
     rows["UNROLL"] = decode.rows_in_flight(dim, count, warps)
@@ -177,7 +177,7 @@ def compile_ring(capability):
     }
     values = {name: kind for kind, names in types.items() for name in names.split()}
     sizes = {"W": 128, "BS": 32, "COLS": 8, "ROWS": ring.REQUESTS, "CAPACITY": 1280, "ENTRIES": 2048, "BYTES": 32}
-    values |= dict.fromkeys(ring.COUNTS, 1001) | sizes | {"RETIRED": 0, "WINDOW": 128}
+    values |= dict.fromkeys(ring.COUNTS, 1001) | sizes | {"RETIRED": 0, "SINKS": 16, "C": 144, "COLUMNS": 256}
     kernels = {"plan": (ring._plan_kernel, 8), "locate": (ring._locate_kernel, 4)}
     return {
         name: resources(compile_for(kernel, {a: values[a] for a in kernel.arg_names}, capability, num_warps=warps))

@@ -51,11 +51,11 @@ def make_codec(heads, dim, options):
     return KVCodec.build(TurboQuantConfig(**options), 1, heads, dim, transform, DEVICE)
 
 
-def setup(lengths, codec, block_size=16, window=0):
+def setup(lengths, codec, block_size=16, window=0, sinks=0):
     """A layer with these cached lengths in scattered pages; every other byte is 0xFF, and block 0 is nobody's."""
     heads, dim = codec.transform.center.shape
     blocks = max(1, -(-max(lengths) // block_size)) + 1
-    engine = KVCaptureEngine(len(lengths) * blocks + 1, block_size, window, 64, DEVICE)
+    engine = KVCaptureEngine(len(lengths) * blocks + 1, block_size, window, 64, DEVICE, sinks)
     layer = engine.add_layer("layer", codec, heads, torch.float32)
     layer.store.pages.fill_(0xFF)
     order = torch.randperm(len(lengths) * blocks, generator=torch.Generator().manual_seed(3)) + 1
@@ -100,9 +100,9 @@ def plan_step(lengths, engine, table, query_lens, sliding, heads, dim):
     return QueryGroup(plan, range(len(lengths)), length, sliding, tile)
 
 
-def compare(lengths, codec, group=3, query_lens=None, sliding=0, softcap=0.0, block_size=16, window=0):
+def compare(lengths, codec, group=3, query_lens=None, sliding=0, softcap=0.0, block_size=16, window=0, sinks=0):
     """Kernel and twin give the same outputs and the same lse."""
-    engine, layer, table = setup(lengths, codec, block_size, window)
+    engine, layer, table = setup(lengths, codec, block_size, window, sinks)
     heads, dim = codec.transform.center.shape
     planned = plan_step(lengths, engine, table, query_lens or [1] * len(lengths), sliding, heads * group, dim)
     poison(layer, planned, table)
@@ -168,12 +168,14 @@ def test_sliding_window_over_recycled_blocks(name, sliding):
 
 
 @pytest.mark.parametrize("name", ["k8v4", "k4v4", "prod4-group4"])
-def test_exact_tokens_are_left_out(name):
-    compare([40, 9], make_codec(2, 64, CODECS[name]), window=12)
+@pytest.mark.parametrize(("window", "sinks"), [(12, 0), (12, 5), (0, 16)])
+def test_exact_tokens_are_left_out(name, window, sinks):
+    compare([40, 9], make_codec(2, 64, CODECS[name]), window=window, sinks=sinks)
 
 
-def test_exact_tokens_within_a_sliding_window():
-    compare([70, 9], make_codec(1, 64, CODECS["prod3-group3"]), 2, [1, 1], sliding=30, window=12)
+@pytest.mark.parametrize("sliding", [30, 65])
+def test_exact_tokens_within_a_sliding_window(sliding):
+    compare([70, 9], make_codec(1, 64, CODECS["prod3-group3"]), 2, [1, 1], sliding=sliding, window=12, sinks=9)
 
 
 @pytest.mark.parametrize("name", ["k8v4", "k2v2", "prod3-group3"])

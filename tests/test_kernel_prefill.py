@@ -32,14 +32,14 @@ def dense(query, keys, values, scale, causal, window, softcap):
     return out.flatten(1, 2).to(query.dtype), scores.logsumexp(-1)
 
 
-def make_step(cached, new, *, window=20, center=True, dim=64, **options):
+def make_step(cached, new, *, window=20, sinks=11, center=True, dim=64, **options):
     """Requests with `cached` tokens in pages and ring, and `new` rows of their own."""
     transform = None
     if center:
         transform = KeyTransform(normal(HEADS, dim, seed=8) * 2, normal(HEADS, dim, seed=9).abs() + 0.5)
     codec = KVCodec.build(TurboQuantConfig(**options), 0, HEADS, dim, transform, DEVICE)
     per = (max(cached) + max(new)) // BLOCK + 1
-    engine = KVCaptureEngine(len(cached) * per, BLOCK, window, len(cached) * 4, DEVICE)
+    engine = KVCaptureEngine(len(cached) * per, BLOCK, window, len(cached) * 4, DEVICE, sinks)
     layer = engine.add_layer("layer", codec, HEADS, torch.bfloat16)
     layer.store.pages.fill_(0xFF)
     table = torch.randperm(len(cached) * per, generator=torch.Generator().manual_seed(3)).view(-1, per).to(DEVICE)
@@ -65,6 +65,8 @@ def make_step(cached, new, *, window=20, center=True, dim=64, **options):
         {"key_bits": 3, "value_bits": 2},
         {"key_bits": 8},
         {"window": 0},
+        {"window": 0, "sinks": 0},
+        {"sinks": 0},
         {"center": False},
         {"rotation": "haar"},
         {"key_quantizer": "prod"},

@@ -22,8 +22,8 @@ def planned(ring, batch):
     """(lines, window) of the kernel, in memory that held something else."""
     requests = len(batch.seq_lens)
     lines = torch.full((requests, 4), 77, dtype=torch.int32, device=DEVICE)
-    index = torch.full((requests, ring.window), 77, dtype=torch.int64, device=DEVICE)
-    window = ExactWindow(index, torch.ones(requests, ring.window, dtype=torch.bool, device=DEVICE))
+    index = torch.full((requests, ring.columns), 77, dtype=torch.int64, device=DEVICE)
+    window = ExactWindow(index, torch.ones_like(index, dtype=torch.bool), ring.sinks)
     kernel.plan(ring, batch, lines, window)
     return lines, window
 
@@ -34,10 +34,12 @@ def assert_same(twin, ring):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("window", "capacity"), [(11, 12), (20, 5), (8, 40), (0, 0)])
-def test_plan_is_the_twins(seed, window, capacity):
+@pytest.mark.parametrize(
+    ("window", "capacity", "sinks"), [(11, 12, 0), (20, 5, 4), (8, 40, 8), (0, 0, 0), (0, 6, 3), (15, 9, 16)]
+)
+def test_plan_is_the_twins(seed, window, capacity, sinks):
     scheduler = Scheduler(seed, block_size=8)
-    twin, ring = (ExactRing(40, 8, window, capacity, DEVICE) for _ in range(2))
+    twin, ring = (ExactRing(40, 8, window, capacity, DEVICE, sinks) for _ in range(2))
     assigned = 0
     for _ in range(30):
         step = scheduler.step()
@@ -52,12 +54,13 @@ def test_plan_is_the_twins(seed, window, capacity):
         ring.accept(slots)
         assigned += int((ring.owner >= 0).sum())
         scheduler.commit(step)
-    assert (assigned > 0) == (window > 0)
+    assert (assigned > 0) == (capacity > 0)
 
 
-def test_padded_rows_and_many_requests():
+@pytest.mark.parametrize("sinks", [0, 6])
+def test_padded_rows_and_many_requests(sinks):
     """More requests than a tile, int32 as vLLM's metadata, padding behind them, a table wider than it is used."""
-    twin, ring = (ExactRing(300, 16, 20, 200, DEVICE) for _ in range(2))
+    twin, ring = (ExactRing(300, 16, 20, 200, DEVICE, sinks) for _ in range(2))
     requests, real = 80, 70
     table = torch.randperm(300, generator=torch.Generator().manual_seed(1))[: requests * 3].view(requests, 3)
     table = torch.cat([table, torch.full((requests, 2), 10**6)], 1).int().to(DEVICE)

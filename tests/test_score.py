@@ -38,20 +38,22 @@ class World:
     """
 
     def __init__(
-        self, *, heads=2, group=2, dim=64, window=11, block_size=8, num_blocks=40, capacity=None, gain=1.0, sliding=0,
-        softcap=0.0, transform=None, dtype=torch.float32, fill=0xFF, **options,
+        self, *, heads=2, group=2, dim=64, window=11, sinks=0, block_size=8, num_blocks=40, capacity=None, gain=1.0,
+        sliding=0, softcap=0.0, transform=None, dtype=torch.float32, fill=0xFF, **options,
     ):  # fmt: skip
         self.heads, self.group, self.dim, self.block_size, self.dtype = heads, group, dim, block_size, dtype
         self.codec = build_codec(heads, dim, **options)
         if transform is not None:
             self.codec = KVCodec.build(TurboQuantConfig(**options), 0, heads, dim, transform)
         ample = capacity is None
-        self.engine = KVCaptureEngine(num_blocks, block_size, window, num_blocks if ample else capacity)
+        self.engine = KVCaptureEngine(
+            num_blocks, block_size, window, num_blocks if ample else capacity, sinks=sinks
+        )  # fmt: skip
         self.layer = self.engine.add_layer("layer", self.codec, heads, dtype)
         self.layer.store.pages.fill_(fill)
         for ring_data in (self.layer.recent.keys, self.layer.recent.values):
             ring_data.view(torch.uint8).fill_(fill)
-        self.model = AmpleRing(window, block_size) if ample else None
+        self.model = AmpleRing(window, block_size, sinks) if ample else None
         self.scorer = HybridScorer(gain / math.sqrt(dim), sliding, softcap)
         self.exact = torch.zeros(2, 0, heads, dim, dtype=torch.float64)
         self.coded = self.exact.clone()
@@ -129,11 +131,8 @@ class World:
 
 
 def present_positions(plan, step):
-    window = plan.window.present.shape[1]
-    return [
-        [history - window + c for c in plan.window.present[i].nonzero().flatten().tolist()]
-        for i, (_, history, _) in enumerate(step.parts)
-    ]
+    positions = plan.window.positions(step.batch.history_lens)
+    return [positions[i][plan.window.present[i]].tolist() for i in range(len(step.parts))]
 
 
 def serve(world, seed, steps=20, **options):
@@ -259,12 +258,12 @@ def test_attend_never_looks_at_hidden_tokens():
 
 # ---- any batch ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("window", [0, 5, 16, 27])
-def test_any_interleaving_equals_plain_attention(window, seed):
+@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (5, 4), (16, 0), (27, 8), (0, 3)])
+def test_any_interleaving_equals_plain_attention(window, sinks, seed):
     """Invariant 1: chunks, prefix hits, preemption, block reuse, rejected drafts, padding, garbage tables."""
-    world = World(window=window, num_blocks=30)
+    world = World(window=window, sinks=sinks, num_blocks=30)
     scheduler = serve(world, seed, steps=25, max_chunk=30)
-    assert (world.exact_tokens > 0) == (window > 0)
+    assert (world.exact_tokens > 0) == (window + sinks > 0)
     assert min(scheduler.events[e] for e in ("reused", "shared", "rejected")) > 0
 
 
@@ -272,7 +271,7 @@ def test_any_interleaving_equals_plain_attention(window, seed):
 @pytest.mark.parametrize("capacity", [1, 4, 12])
 def test_any_interleaving_with_a_small_ring(capacity, seed):
     """Evicted tokens are read compressed."""
-    world = World(capacity=capacity)
+    world = World(capacity=capacity, sinks=4)
     serve(world, seed, steps=25)
     assert world.exact_tokens > 0
 
@@ -313,7 +312,7 @@ def test_every_gqa_ratio(heads, group):
 @pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 320), (16, 20), (24, 14), (48, 8), (128, 5)])
 def test_every_block_size(block_size, num_blocks):
     """S21."""
-    serve(World(block_size=block_size, num_blocks=num_blocks), 24, max_length=130)
+    serve(World(block_size=block_size, num_blocks=num_blocks, sinks=20), 24, max_length=130)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 8])
@@ -428,7 +427,7 @@ def test_dummy_lengths_of_graph_capture():
 @pytest.mark.parametrize("capacity", [None, 12])
 def test_sliding_window(sliding, capacity):
     """Windows of 1, ring, ring + 1; sequences wrap the ring several times, in chunks that are no divisor."""
-    serve(World(sliding=sliding, capacity=capacity), 31, steps=25)
+    serve(World(sliding=sliding, capacity=capacity, sinks=6), 31, steps=25)
 
 
 def test_sliding_window_over_many_chunks():

@@ -2,7 +2,8 @@
 
 The exact ring is a pool of blocks tagged by physical block id.  Encoding is write-through, so a lost ring entry is
 never wrong, only less exact.  Rule: a cached token is read exactly iff it is among the last `window` tokens before
-the step's own rows and its ring entry is still there.
+the step's own rows, or among the first `sinks` tokens of its sequence, and its ring entry is still there.  Sinks are
+what attention falls back on: their keys lie far from the others, and quantise worst where they count most.
 
 Replacement is least-recently-used, not first-in-first-out: every step touches the live windows of its batch, so a
 long prompt that streams through the ring cannot push out the windows of running requests; blocks that have left their
@@ -25,43 +26,74 @@ def window_blocks(window: int, block_size: int) -> int:
     return -(-window // block_size) + 1 if window else 0
 
 
+def exact_blocks(window: int, sinks: int, block_size: int) -> int:
+    """Ring entries of a request: of its window, and of its sinks, which lie in its first block."""
+    return window_blocks(window, block_size) + (sinks > 0)
+
+
 FREE, RETIRED = -1, 0  # clock of entries without a block, and of blocks that have left their request's window
 
 
 @dataclass(frozen=True, eq=False)
 class ExactWindow:
-    """The last `window` cached tokens of every request, oldest first.
+    """What is read exactly of every request: its first `sinks` tokens, and its last cached ones, oldest first.
 
-    index: int64 [R, window], position in the flattened ring (0 where absent); present: bool [R, window].
+    index: int64 [R, C], position in the flattened ring (0 where absent); present: bool [R, C].  A token that is among
+    both is in its column among the last.
     """
 
     index: torch.Tensor
     present: torch.Tensor
+    sinks: int = 0
+
+    def of(self, count: int) -> "ExactWindow":
+        """Of the first `count` requests."""
+        return ExactWindow(self.index[:count], self.present[:count], self.sinks)
+
+    @property
+    def recent(self) -> int:
+        """Columns of last tokens."""
+        return self.present.shape[1] - self.sinks
+
+    def positions(self, cached: torch.Tensor) -> torch.Tensor:
+        """Position int64 [n, C] of each column's token in sequences of `cached` int64 [n] tokens; -1 for none."""
+        column = torch.arange(self.present.shape[1], device=cached.device)
+        start = cached[:, None] - self.recent
+        sink = torch.where(column < start, column, -1)
+        return torch.where(column < self.sinks, sink, (start + column - self.sinks).clamp(min=-1))
 
     def covers(self, batch: AttentionBatch, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Whether the requests `rows` [n] read `positions` [n, t] exactly: bool [n, t]."""
-        window = self.present.shape[1]
-        if window == 0:
+        columns = self.present.shape[1]
+        if columns == 0:
             return torch.zeros_like(positions, dtype=torch.bool)
-        column = positions - (batch.history_lens[rows, None] - window)
-        inside = (column >= 0) & (column < window)
-        return inside & self.present[rows].gather(1, column.clamp(0, window - 1))
+        behind = positions - (batch.history_lens[rows, None] - columns)
+        column = torch.where(behind >= self.sinks, behind, positions)
+        inside = (column < columns) & ((behind >= self.sinks) | (positions < self.sinks))
+        return inside & self.present[rows].gather(1, column.clamp(0, columns - 1))
 
 
 class ExactRing:
     """Which blocks have exact entries; shared by the layers of a KV-cache group, whose data lie in `RingData`.
 
-    capacity: number of entries.  The windows of n requests always fit into n * window_blocks entries as long as every
-    running request is in every batch; one that sits out steps can lose exactness to requests that came after it.
+    capacity: number of entries.  What n requests read exactly always fits into n * exact_blocks entries as long as
+    every running request is in every batch; one that sits out steps can lose exactness to those that came after it.
+    sinks: first tokens that are kept exactly, a block of them at most.
     Tables: slot_of_block int64 [num_blocks] (-1 = none), owner int64 [capacity] (-1 = free), used int64 [capacity]
     (clock of last use), written bool [capacity, block_size].
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, window: int, capacity: int, device: torch.device | str = "cpu"
+        self,
+        num_blocks: int,
+        block_size: int,
+        window: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        sinks: int = 0,
     ):
         self.block_size, self.capacity = block_size, capacity
-        self.window = window if capacity else 0
+        self.window, self.sinks = (window, min(sinks, block_size)) if capacity else (0, 0)
         self.step = 0  # the clock; two ticks a step
         # One more than is used of each: where writes go that have no target, so that nothing waits for a count.
         self._tables = (
@@ -71,6 +103,11 @@ class ExactRing:
             torch.zeros(capacity + 1, block_size, dtype=torch.bool, device=device),
         )
         self.slot_of_block, self.owner, self.used, self.written = (table[:-1] for table in self._tables)
+
+    @property
+    def columns(self) -> int:
+        """Tokens of a request that are read exactly, at most."""
+        return self.sinks + self.window
 
     @property
     def tokens(self) -> int:
@@ -83,26 +120,44 @@ class ExactRing:
         return sum(table.nbytes for table in self._tables)
 
     def plan(self, batch: AttentionBatch) -> ExactWindow:
-        """Start a step: touch the live windows, give entries to the blocks written now, and locate the windows."""
+        """Start a step: touch what is live, give entries to the blocks written now, and locate what is exact."""
         self.step += 2
-        if self.window:
-            history, seq = batch.history_lens, batch.seq_lens
-            kept = seq - 1 - self.window  # where the windows of the next steps begin
-            self._touch(self._blocks_between(batch, history - self.window - self.block_size, kept), RETIRED)
-            # Read by this step only: they give way to what the next steps read.
-            self._touch(self._blocks_between(batch, history - self.window, history), self.step - 1)
-            self._touch(self._blocks_between(batch, kept, history), self.step)
-            self._assign(self._blocks_between(batch, torch.maximum(history, kept + 1), seq))
+        wanted = [self._plan_window(batch)] if self.window else []
+        if self.sinks:
+            self._touch(self._first_block(batch, batch.seq_lens > 0), self.step)
+            wanted.append(self._first_block(batch, self._begins(batch)))
+        if wanted:
+            self._assign(torch.cat(wanted, 1))
         return self.locate(batch)
 
+    def _plan_window(self, batch: AttentionBatch) -> torch.Tensor:
+        """Touch the blocks of the windows; blocks int64 [R, n] that are written now and read by the next steps."""
+        history, seq = batch.history_lens, batch.seq_lens
+        kept = seq - 1 - self.window  # where the windows of the next steps begin
+        self._touch(self._blocks_between(batch, history - self.window - self.block_size, kept), RETIRED)
+        # Read by this step only: they give way to what the next steps read.
+        self._touch(self._blocks_between(batch, history - self.window, history), self.step - 1)
+        self._touch(self._blocks_between(batch, kept, history), self.step)
+        return self._blocks_between(batch, torch.maximum(history, kept + 1), seq)
+
+    def _begins(self, batch: AttentionBatch) -> torch.Tensor:
+        """Requests that write sinks into a block which is not in their window anyway: bool [R]."""
+        writes = (batch.history_lens < self.sinks) & (batch.seq_lens > batch.history_lens)
+        return writes & (batch.seq_lens - self.window >= self.block_size) if self.window else writes
+
+    def _first_block(self, batch: AttentionBatch, mask: torch.Tensor) -> torch.Tensor:
+        """Physical first block of the requests in a mask [R]: int64 [R, 1], -1 for the others."""
+        return torch.where(mask, batch.block_table[:, 0].long(), -1)[:, None]
+
     def locate(self, batch: AttentionBatch) -> ExactWindow:
-        """Where the last `window` cached tokens of every request are; changes nothing."""
-        offsets = torch.arange(-self.window, 0, device=batch.seq_lens.device)
-        positions = batch.history_lens[:, None] + offsets
-        rows = torch.arange(len(batch.seq_lens), device=positions.device)
+        """Where each request's exact tokens are; changes nothing."""
+        device = batch.seq_lens.device
+        absent = torch.zeros(len(batch.seq_lens), self.columns, dtype=torch.bool, device=device)
+        positions = ExactWindow(absent, absent, self.sinks).positions(batch.history_lens)
+        rows = torch.arange(len(positions), device=device)
         slots = batch.blocks_at(rows, positions) * self.block_size + positions % self.block_size
         index, present = self.lookup(torch.where(positions >= 0, slots, -1))
-        return ExactWindow(index, present)
+        return ExactWindow(index, present, self.sinks)
 
     def accept(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mark the tokens of `slots` int64 [N] as exact where their block has an entry.
@@ -233,14 +288,20 @@ class StepPlan:
 class KVCaptureEngine:
     """The write path of one KV-cache group: one exact ring, many layers.
 
-    window: recent tokens to keep exactly; capacity: ring entries (blocks).
+    window, sinks: recent and first tokens to keep exactly; capacity: ring entries (blocks).
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, window: int, capacity: int, device: torch.device | str = "cpu"
+        self,
+        num_blocks: int,
+        block_size: int,
+        window: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        sinks: int = 0,
     ):
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, torch.device(device)
-        self.ring = ExactRing(num_blocks, block_size, window, capacity if window else 0, device)
+        self.ring = ExactRing(num_blocks, block_size, window, capacity if window or sinks else 0, device, sinks)
         self.layers: dict[str, LayerCache] = {}
 
     def add_layer(self, name: str, codec: KVCodec, num_kv_heads: int, dtype: torch.dtype) -> LayerCache:

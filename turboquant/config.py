@@ -94,6 +94,7 @@ class TurboQuantConfig:
     """Codec, ring and layer choices; validated on construction.
 
     buffer_size: recent tokens of a sequence that are read exactly; 0 for none.
+    sink_size: first tokens of a sequence that are read exactly, a block of them at most; 0 for none.
     ring_share: upper bound of the exact ring's memory, as a share of the native KV cache.
     scale_candidates: pre-scales that the encoder tries per row (odd); the decoder does not depend on it.
     skip_layers: indices of attention layers that stay native; negative ones count from the last.
@@ -112,6 +113,7 @@ class TurboQuantConfig:
     seed: int = 0
     scale_candidates: int = 5
     buffer_size: int = 128
+    sink_size: int = 16
     ring_share: float = 0.25
     skip_layers: tuple[int, ...] = ()
     initial_layers_count: int = 0
@@ -143,7 +145,7 @@ class TurboQuantConfig:
     def _check_sizes(self) -> None:
         if not isinstance(self.calibration, str):
             raise ValueError(f"calibration={self.calibration!r} must be the path of a calibration file")
-        for name in ("buffer_size", "initial_layers_count", "shadow_interval", "seed"):
+        for name in ("buffer_size", "sink_size", "initial_layers_count", "shadow_interval", "seed"):
             if not is_int(getattr(self, name)) or getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be an integer of at least 0")
         if not 0 < self.ring_share <= 1:

@@ -3,7 +3,7 @@
 import torch
 
 from turboquant.batch import AttentionBatch
-from turboquant.capture import KVCaptureEngine, StepPlan, window_blocks
+from turboquant.capture import KVCaptureEngine, StepPlan, exact_blocks
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import TurboQuantConfig
 from turboquant.score import HybridScorer
@@ -39,8 +39,9 @@ class TurboQuantKVCache:
         self.max_tokens, self.batch_size, self.length = max_tokens, batch_size, 0
         per_sequence = -(-max_tokens // block_size)
         codec = KVCodec.build(config, layer_index, num_kv_heads, head_dim, transform, device)
-        capacity = batch_size * min(window_blocks(config.buffer_size, block_size), per_sequence)
-        self._engine = KVCaptureEngine(batch_size * per_sequence, block_size, config.buffer_size, capacity, device)
+        window, sinks = config.buffer_size, config.sink_size
+        capacity = batch_size * min(exact_blocks(window, sinks, block_size), per_sequence)
+        self._engine = KVCaptureEngine(batch_size * per_sequence, block_size, window, capacity, device, sinks)
         self._layer = self._engine.add_layer("layer", codec, num_kv_heads, dtype)
         self._scorer = HybridScorer(head_dim**-0.5 if scale is None else scale)
         self._table = torch.arange(batch_size * per_sequence, device=device).view(batch_size, per_sequence)

@@ -116,7 +116,7 @@ class QueryGroup:
 
     @cached_property
     def exact(self) -> torch.Tensor:
-        """bool [n, W], which of the last W cached tokens are read exactly."""
+        """bool [n, C], which of the sinks and the last cached tokens are read exactly (`ExactWindow`)."""
         return self.plan.window.present[self.rows]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,11 +130,9 @@ class QueryGroup:
 
     @cached_property
     def recent(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact tokens: positions in the ring int64 [n, W], mask bool [n, Q or 1, W]."""
+        """Exact tokens: positions in the ring int64 [n, C], mask bool [n, Q or 1, C]."""
         index = self.plan.window.index[self.rows]
-        width = index.shape[1]
-        positions = self.cached[:, None] - width + torch.arange(width, device=index.device)
-        return index, self._in_window(self.exact[:, None], positions)
+        return index, self._in_window(self.exact[:, None], self.plan.window.positions(self.cached))
 
     @cached_property
     def chunk(self) -> list[tuple[slice, torch.Tensor]]:

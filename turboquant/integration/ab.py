@@ -171,7 +171,8 @@ def run_ab(engine: Engine, preset: str, buffer_sizes: tuple[int, ...] = (128, 0)
     quality: list[Quality] = []
     report: dict[str, Any] = {}
     for buffer_size in buffer_sizes:
-        with attach(llm, preset=preset, buffer_size=buffer_size, mode="capture_only", shadow_interval=8) as handle:
+        exact = {"buffer_size": buffer_size, "sink_size": None if buffer_size else 0}
+        with attach(llm, preset=preset, mode="capture_only", shadow_interval=8, **exact) as handle:
             if not report:
                 result |= capture_run(llm, windows, handle)
             handle.set_mode("full_tq")

@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
 
 from turboquant.batch import AttentionBatch
 from turboquant.calibration import of_layer
-from turboquant.capture import ExactRing, ExactWindow, LayerCache, RingData, StepPlan, window_blocks
+from turboquant.capture import ExactRing, ExactWindow, LayerCache, RingData, StepPlan, exact_blocks
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import TurboQuantConfig
 from turboquant.integration import compat
@@ -151,7 +151,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
     """Plans the exact ring and the query groups of a step.
 
     What a captured graph reads is written into the same tensors every step: `lines` int32 [max_num_seqs, 4]
-    (`AttentionBatch.entries`), `index` int64 and `present` bool [max_num_seqs, window].
+    (`AttentionBatch.entries`), `window` for max_num_seqs requests.
     """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
@@ -167,9 +167,9 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         """Everything that outlives a step."""
         impls = [compat.layer_named(self.vllm_config, name).impl for name in self.layer_names]
         memory = min((impl.memory for impl in impls), key=lambda memory: memory.ring_tokens)
-        capacity = memory.ring_tokens // self.block_size if memory.window else 0
+        capacity = memory.ring_tokens // self.block_size
         blocks = compat.kernel_blocks(self.vllm_config, self.block_size)
-        self.ring = ExactRing(blocks, self.block_size, memory.window, capacity, self.device)
+        self.ring = ExactRing(blocks, self.block_size, memory.window, capacity, self.device, memory.sinks)
         self.plan_ring = choose_plan(self.ring.owner.device)
         self.counters = Counters()
         self._join()
@@ -177,9 +177,9 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             impl.compile_kernels()
         rows = compat.max_batch(self.vllm_config)
         self.lines = torch.zeros(rows, 4, dtype=torch.int32, device=self.device)
-        self.index = torch.zeros(rows, self.ring.window, dtype=torch.int64, device=self.device)
-        self.present = torch.zeros(rows, self.ring.window, dtype=torch.bool, device=self.device)
-        rehearse_plan(self.plan_ring, self.ring, self.lines, ExactWindow(self.index, self.present))
+        index = torch.zeros(rows, self.ring.columns, dtype=torch.int64, device=self.device)
+        self.window = ExactWindow(index, torch.zeros_like(index, dtype=torch.bool), self.ring.sinks)
+        rehearse_plan(self.plan_ring, self.ring, self.lines, self.window)
 
     def _join(self) -> None:
         """Take in the layers that are named and have not joined yet.
@@ -216,7 +216,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             self.block_size, compat.lens_on_host(step), self.lines[:count],
         )  # fmt: skip
         self.counters.add(batch.host_lens)
-        plan = StepPlan(batch, ExactWindow(self.index[:count], self.present[:count]))
+        plan = StepPlan(batch, self.window.of(count))
         self.plan_ring(self.ring, batch, self.lines[:count], plan.window)
         return TurboQuantMetadata(
             step.num_actual_tokens, step.max_query_len, step.query_start_loc, step.max_seq_len, step.seq_lens,
@@ -233,9 +233,12 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What a layer may use besides its pages: exact recent tokens (0 = none) and how many of them are kept at all."""
+    """What a layer may use besides its pages: recent and first tokens of a request that are exact (0 = none), and how
+    many exact tokens are kept at all.
+    """
 
     window: int
+    sinks: int
     ring_tokens: int
 
 
@@ -307,14 +310,14 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
 
     def _plan_memory(self, dtype: torch.dtype) -> LayerMemory:
         """Windows of all requests that may run, or of as many as the ring's share of the memory holds."""
-        host, window = self.host, self.config.buffer_size
+        host, window, sinks = self.host, self.config.buffer_size, self.config.sink_size
         token_bytes = 2 * self.num_kv_heads * self.head_size * dtype.itemsize
-        blocks = window_blocks(window, host.block_size)
+        blocks = exact_blocks(window, sinks, host.block_size)
         most = int(self.config.ring_share * host.cache_budget / (host.num_layers * token_bytes * host.block_size))
         entries = min(blocks * host.limits.requests, most)
         if entries < blocks:
-            return LayerMemory(0, 0)
-        return LayerMemory(window, entries * host.block_size)
+            return LayerMemory(0, 0, 0)
+        return LayerMemory(window, sinks, entries * host.block_size)
 
     def cache_on(self, ring: ExactRing, pages: torch.Tensor) -> LayerCache:
         store = CompressedBlockStore(
@@ -329,7 +332,10 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
 
     def small_ring(self, block_size: int) -> ExactRing:
         """A ring like the one that the layer will get, for one block."""
-        return ExactRing(1, block_size, self.memory.window, min(1, self.memory.ring_tokens), self.host.device)
+        memory = self.memory
+        return ExactRing(
+            1, block_size, memory.window, min(1, memory.ring_tokens), self.host.device, memory.sinks
+        )  # fmt: skip
 
     def serves_graphs(self, block_size: int) -> bool:
         ring = self.small_ring(block_size)

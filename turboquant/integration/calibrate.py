@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
+from turboquant.batch import AttentionBatch
 from turboquant.calibration import TEXT, Moments
 from turboquant.codec import KeyTransform
+from turboquant.config import TurboQuantConfig
 from turboquant.integration import compat
 from turboquant.integration.calibration_file import save_transforms
 
 logger = logging.getLogger("turboquant")
+SINKS = TurboQuantConfig().sink_size
 CHUNK = 512  # tokens of a prompt made of the package's text
 Figures = dict[str, tuple[list[list[float]], list[list[float]]]]  # layer -> centre, gain
 
@@ -36,9 +39,8 @@ class Observer:
         attn_metadata: Any, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         if attn_metadata is not None:
-            count = attn_metadata.num_actual_tokens
-            rows = query.view(len(query), -1, layer.head_size)[:count], key.view(len(key), -1, layer.head_size)[:count]
-            self.moments.add(rows[1].cpu(), rows[0].cpu())
+            rows = beyond_sinks(compat.batch_of(attn_metadata, 1))
+            self.moments.add(*(x.view(len(x), -1, layer.head_size)[rows].cpu() for x in (key, query)))
         result: torch.Tensor = self.forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
         return result
 
@@ -47,6 +49,15 @@ class Observer:
             self.impl.forward = self.forward
         else:
             del self.impl.forward
+
+
+def beyond_sinks(batch: AttentionBatch) -> torch.Tensor:
+    """Rows int64 [n] of a step's tokens, without the first of every sequence: those are kept exactly, and their keys
+    lie far from all others.
+    """
+    lens = [(start, new, max(0, SINKS - cached)) for start, new, cached in batch.host_lens]
+    rows = [torch.arange(start + min(skipped, new), start + new) for start, new, skipped in lens]
+    return torch.cat(rows).to(batch.seq_lens.device)
 
 
 def start(runner: Any) -> None:

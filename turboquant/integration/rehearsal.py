@@ -84,8 +84,8 @@ def rehearse(
     output = torch.empty_like(query)
 
     def run(step: Step, tokens: int) -> None:
-        absent = torch.zeros(step.requests, ring.window, dtype=torch.int64, device=query.device)
-        plan = StepPlan(step.batch(ring.block_size, query.device), ExactWindow(absent, absent.bool()))
+        absent = torch.zeros(step.requests, ring.columns, dtype=torch.int64, device=query.device)
+        plan = StepPlan(step.batch(ring.block_size, query.device), ExactWindow(absent, absent.bool(), ring.sinks))
         own = keys[:tokens], values[:tokens]
         scorer.attend(cache, plan, query[:tokens], own, output[:tokens], {step.new: range(step.requests)})
 
@@ -106,5 +106,5 @@ def rehearse(
 def rehearse_plan(plan_ring: PlanKernel, ring: ExactRing, lines: torch.Tensor, window: ExactWindow) -> None:
     """Compile the ring's plan; the ring is left empty."""
     batch = Step(1, 1, CACHED).batch(ring.block_size, lines.device)
-    plan_ring(ring, batch, lines[:1], ExactWindow(window.index[:1], window.present[:1]))
+    plan_ring(ring, batch, lines[:1], window.of(1))
     ring.clear()

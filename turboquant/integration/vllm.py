@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from turboquant.calibration import of_layer
-from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan, window_blocks
+from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan, exact_blocks
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import MODE_POLICIES, Mode, ModePolicy, SkippedLayer, TurboQuantConfig, parse_mode
 from turboquant.integration import compat
@@ -528,19 +528,19 @@ def make_engine(handle: HookHandle, layer: Any) -> KVCaptureEngine:
     """Capture engine of a group; its ring holds the windows of `max_num_seqs` requests within `ring_share`."""
     size, config, max_seqs = compat.geometry(layer), handle.config, compat.max_num_seqs(handle.runner)
     limit = int(size.num_blocks * config.ring_share)
-    window = config.buffer_size
-    if window_blocks(window, size.block_size) > limit:
-        window = max(0, limit - 1) * size.block_size
+    window, sinks = config.buffer_size, config.sink_size
+    if exact_blocks(window, sinks, size.block_size) > limit:
+        window = max(0, limit - 1 - (sinks > 0)) * size.block_size
         share = f"ring_share={config.ring_share} of {size.num_blocks} blocks"
         logger.warning("turboquant: buffer_size %d does not fit %s; using %d", config.buffer_size, share, window)
-    each = (
-        window_blocks(window + compat.speculative_tokens(handle.runner.vllm_config), size.block_size) if window else 0
-    )
+    drafts = compat.speculative_tokens(handle.runner.vllm_config) if window else 0
+    each = exact_blocks(window + drafts, sinks, size.block_size)
     if max_seqs * each > limit:
         fitting = (limit // each, max_seqs, config.ring_share)
         logger.info("turboquant: the exact ring holds the windows of %d of max_num_seqs=%d (ring_share=%s)", *fitting)
     handle.window = window
-    return KVCaptureEngine(size.num_blocks, size.block_size, window, min(max_seqs * each, limit), size.device)
+    capacity = min(max_seqs * each, limit)
+    return KVCaptureEngine(size.num_blocks, size.block_size, window, capacity, size.device, sinks)
 
 
 def log_summary(handle: HookHandle) -> None:

@@ -139,7 +139,7 @@ class FastDecode:
 
     def __init__(self, layer: LayerCache, ring: ExactRing):
         self.layer, self.tables = layer, DecodeTables.of(layer)
-        self.window = ring.window
+        self.columns, self.sinks = ring.columns, ring.sinks
         self.constants = kernel_constants(layer)
         device = layer.store.pages.device
         self.overlap = torch.cuda.get_device_capability(device) >= (9, 0)  # programmatic dependent launch
@@ -205,7 +205,7 @@ class FastDecode:
         """Splits of the history, so that all programs fill the device once; exact pieces, and tiles of a piece."""
         slots = self._slots(tile)
         tiles = SHORT_PIECE if programs * 2 < slots else LONG_PIECE
-        pieces = max(1, -(-self.window // (EXACT_TOKENS * tiles)))  # one at least, for the step's own rows
+        pieces = max(1, -(-self.columns // (EXACT_TOKENS * tiles)))  # one at least, for the step's own rows
         return max(1, min(MAX_SPLITS, slots // programs)), pieces, tiles
 
     def _has_many_rows(self, rows: int) -> bool:
@@ -268,9 +268,9 @@ class FastDecode:
             window.present.view(torch.uint8), recent.keys, recent.values, keys, values, partial, lse,
             batch.block_table.stride(0), pages.stride(0), query.stride(0), keys.stride(0), values.stride(0),
             recent.keys.stride(0), heads, segments - pieces, pieces, exact_tiles, factor, softcap * LOG2E, group.window,
-            G=query.shape[1] // heads, R=tile, WINDOW=self.window, SLIDING=group.window > 0, SOFTCAP=softcap > 0,
-            VSTEP=self.tables.value_step, PDL=self.overlap, num_warps=1, maxnreg=registers, launch_pdl=self.overlap,
-            **self.constants,
+            G=query.shape[1] // heads, R=tile, COLUMNS=self.columns, SINKS=self.sinks, SLIDING=group.window > 0,
+            SOFTCAP=softcap > 0, VSTEP=self.tables.value_step, PDL=self.overlap, num_warps=1, maxnreg=registers,
+            launch_pdl=self.overlap, **self.constants,
         )  # fmt: skip
 
     def _merge(

@@ -256,7 +256,8 @@ def exceeds(x, m, T: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def mask_edge(x, vs, token, length, PRESENT, rows, sliding, WINDOW: gl.constexpr, SLIDING: gl.constexpr):
+def mask_edge(x, vs, token, length, PRESENT, rows, sliding, COLUMNS: gl.constexpr, SINKS: gl.constexpr,
+              SLIDING: gl.constexpr):  # fmt: skip
     """Scores and value scales of tokens that are not to be read here: past the end, held exactly, out of the window.
 
     rows [R]: number of each query row in its request.  Scales of such tokens may be anything, even NaN: blocks behind
@@ -265,10 +266,11 @@ def mask_edge(x, vs, token, length, PRESENT, rows, sliding, WINDOW: gl.constexpr
     seen = token < length
     if SLIDING:
         seen = seen & (token > length - sliding)
-    if WINDOW > 0:
-        recent = token - (length - WINDOW)
-        inside = seen & (recent >= 0)
-        seen = seen & (gl.load(PRESENT + recent, mask=inside, other=0) == 0)
+    if COLUMNS > 0:
+        column = token - (length - COLUMNS)
+        recent = column >= SINKS
+        exact = seen & (recent | (token < SINKS))
+        seen = seen & (gl.load(PRESENT + gl.where(recent, column, token), mask=exact, other=0) == 0)
     x = gl.where(seen[:, None], x, float("-inf"))
     if SLIDING:
         x = gl.where(token[:, None] > (length + rows)[None, :] - sliding, x, float("-inf"))
@@ -282,7 +284,8 @@ def history(
     D: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr, BS: gl.constexpr, KBITS: gl.constexpr,
     VBITS: gl.constexpr, K0: gl.constexpr, K1: gl.constexpr, V0: gl.constexpr, V1: gl.constexpr, KS: gl.constexpr,
     VS: gl.constexpr, KROWS: gl.constexpr, VROWS: gl.constexpr, RUN: gl.constexpr,
-    WINDOW: gl.constexpr, SLIDING: gl.constexpr, SOFTCAP: gl.constexpr, VSTEP: gl.constexpr, PAGE: gl.constexpr,
+    COLUMNS: gl.constexpr, SINKS: gl.constexpr, SLIDING: gl.constexpr, SOFTCAP: gl.constexpr, VSTEP: gl.constexpr,
+    PAGE: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over the tiles [start, end) of compressed history.  start < end."""
@@ -381,11 +384,13 @@ def history(
             else:
                 x = (high * 256 + low).to(gl.float32)
             x = capped(x * ks[:, None] * factor[None, :] + shift[None, :], softcap, SOFTCAP)
-            edge = (t + 1) * T > length - WINDOW
+            edge = (t + 1) * T > length - (COLUMNS - SINKS)
+            if SINKS > 0:
+                edge = edge | (t * T < SINKS)
             if SLIDING:
                 edge = edge | (t * T <= length + q_len - 1 - sliding)
             if edge:
-                x, vs = mask_edge(x, vs, t * T + tau, length, PRESENT, row // G, sliding, WINDOW, SLIDING)
+                x, vs = mask_edge(x, vs, t * T + tau, length, PRESENT, row // G, sliding, COLUMNS, SINKS, SLIDING)
             if exceeds(x, m, T, R):
                 new = gl.maximum(m, gl.max(x, 0))
                 rescale = gl.exp2(m - new)
@@ -433,8 +438,8 @@ def store_rows(OUT, acc, D: gl.constexpr, R: gl.constexpr):
 def exact(
     RAW, KEYS, VALUES, INDEX, PRESENT, OWN_KEYS, OWN_VALUES, OUT, LSE, place, first_row, q_start, q_len, length, piece,
     tiles, raw_stride, key_stride, value_stride, ring_stride, head, heads, scale, softcap, sliding,
-    D: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr, WINDOW: gl.constexpr, SLIDING: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    D: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr, COLUMNS: gl.constexpr, SINKS: gl.constexpr,
+    SLIDING: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Attention over `tiles` tiles of the exact ring; the last piece also over the step's own rows, causally."""
     N: gl.constexpr = 8 if R == 4 else R
@@ -458,7 +463,7 @@ def exact(
     values = gl.allocate_shared_memory(RAW.dtype.element_ty, [T, D], shared)
     copy_row = gl.arange(0, T, layout=gl.SliceLayout(1, copy))
     copy_dim = head * D + gl.arange(0, D, layout=gl.SliceLayout(0, copy))
-    all_tiles: gl.constexpr = (WINDOW + T - 1) // T
+    all_tiles: gl.constexpr = (COLUMNS + T - 1) // T
     end = gl.minimum((piece + 1) * tiles, all_tiles)
     if (piece + 1) * tiles >= all_tiles:
         end = all_tiles + gl.cdiv(q_len, T)
@@ -475,14 +480,16 @@ def exact(
             seen = first + tile_row < q_len
             token = length + first + tile_row
         else:
-            inside = first + copy_row < WINDOW
+            inside = first + copy_row < COLUMNS
             held = gl.load(PRESENT + first + copy_row, mask=inside, other=0) != 0
             line = gl.load(INDEX + first + copy_row, mask=held, other=0) * ring_stride
             mask = held[:, None]
             copy_async(keys, KEYS + line[:, None] + copy_dim[None, :], mask=mask)
             copy_async(values, VALUES + line[:, None] + copy_dim[None, :], mask=mask)
-            seen = gl.load(PRESENT + first + tile_row, mask=first + tile_row < WINDOW, other=0) != 0
-            token = length - WINDOW + first + tile_row
+            seen = gl.load(PRESENT + first + tile_row, mask=first + tile_row < COLUMNS, other=0) != 0
+            token = length - COLUMNS + first + tile_row
+            if SINKS > 0:
+                token = gl.where(first + tile_row < SINKS, first + tile_row, token)
         async_copy.commit_group()
         async_copy.wait_group(0)
         k = keys.load(a_layout)
@@ -516,7 +523,8 @@ def decode_kernel(
     D: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr, BS: gl.constexpr, KBITS: gl.constexpr,
     VBITS: gl.constexpr, K0: gl.constexpr, K1: gl.constexpr, V0: gl.constexpr, V1: gl.constexpr, KS: gl.constexpr,
     VS: gl.constexpr, KROWS: gl.constexpr, VROWS: gl.constexpr, RUN: gl.constexpr,
-    WINDOW: gl.constexpr, SLIDING: gl.constexpr, SOFTCAP: gl.constexpr, VSTEP: gl.constexpr, PAGE: gl.constexpr,
+    COLUMNS: gl.constexpr, SINKS: gl.constexpr, SLIDING: gl.constexpr, SOFTCAP: gl.constexpr, VSTEP: gl.constexpr,
+    PAGE: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Program (request and head, segment, row tile); segments are the exact pieces, then the splits of the history."""
@@ -533,12 +541,12 @@ def decode_kernel(
     length = gl.load(entry + 3)
     place = (pair * gl.num_programs(2) + row_tile).to(gl.int64) * (splits + pieces) + segment
     first_row = row_tile * R
-    present = PRESENT + request.to(gl.int64) * WINDOW
+    present = PRESENT + request.to(gl.int64) * COLUMNS
     if segment < pieces:
         exact(
-            RAW, KEYS, VALUES, INDEX + request.to(gl.int64) * WINDOW, present, OWN_KEYS, OWN_VALUES, OUT, LSE, place,
+            RAW, KEYS, VALUES, INDEX + request.to(gl.int64) * COLUMNS, present, OWN_KEYS, OWN_VALUES, OUT, LSE, place,
             first_row, q_start, q_len, length, segment, exact_tiles, raw_stride, key_stride, value_stride, ring_stride,
-            head, heads, scale, softcap, sliding, D, G, R, 16, WINDOW, SLIDING, SOFTCAP,
+            head, heads, scale, softcap, sliding, D, G, R, 16, COLUMNS, SINKS, SLIDING, SOFTCAP,
         )  # fmt: skip
     else:
         low = 0
@@ -552,7 +560,7 @@ def decode_kernel(
             history(
                 QUERY, FACTOR, OFFSET, PAGES, TABLES, BLOCKS + request.to(gl.int64) * block_stride, present, OUT, LSE,
                 place, first_row, q_start, q_len, length, start, end, page_stride, head, heads, softcap,
-                sliding, D, G, R, T, BS, KBITS, VBITS, K0, K1, V0, V1, KS, VS, KROWS, VROWS, RUN, WINDOW,
+                sliding, D, G, R, T, BS, KBITS, VBITS, K0, K1, V0, V1, KS, VS, KROWS, VROWS, RUN, COLUMNS, SINKS,
                 SLIDING, SOFTCAP, VSTEP, PAGE, PDL,
             )  # fmt: skip
         else:

@@ -58,7 +58,7 @@ def _history_kernel(
     query, sketch, shift, pages, scalars, block_table, lengths, present, key_table, value_table, out, lse,
     table_stride, present_stride, page_stride, head_stride, rows, query_len, splits, softcap, sliding,
     H: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    WINDOW: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, T: tl.constexpr,
+    COLUMNS: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0) // H, tl.program_id(0) % H
     split, row = tl.program_id(1), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -81,10 +81,12 @@ def _history_kernel(
     for first in range(start, end, T):
         token = first + tl.arange(0, T)
         seen = token < end
-        if WINDOW > 0:
-            column = token - (length - WINDOW)
-            recent = seen & (column >= 0)
-            seen = seen & (tl.load(present + request * present_stride + column, mask=recent, other=0) == 0)
+        if COLUMNS > 0:
+            column = token - (length - COLUMNS)
+            recent = column >= SINKS
+            exact = seen & (recent | (token < SINKS))
+            column = tl.where(recent, column, token)
+            seen = seen & (tl.load(present + request * present_stride + column, mask=exact, other=0) == 0)
         block = tl.load(block_table + request * table_stride + token // BS, mask=seen, other=0).to(tl.int64)
         base, local = block * page_stride + head * head_stride, token % BS
         scores = _key_scores(q, sketched, pages, scalars, key_table, base, local, coordinate, seen, KEY, D, BS)
@@ -151,7 +153,10 @@ def history_kernel(
     layer: LayerCache, group: QueryGroup, query: torch.Tensor, shift: torch.Tensor, softcap: float
 ) -> Partial:
     """`turboquant.score.HistoryKernel` of the layers that `serves` accepts."""
-    return history_attention(layer.store, query, shift, group.blocks, group.cached, group.exact, softcap, group.window)
+    return history_attention(
+        layer.store, query, shift, group.blocks, group.cached, group.exact, softcap, group.window,
+        group.plan.window.sinks,
+    )  # fmt: skip
 
 
 def history_attention(
@@ -163,12 +168,13 @@ def history_attention(
     present: torch.Tensor,
     softcap: float = 0.0,
     sliding: int = 0,
+    sinks: int = 0,
 ) -> Partial:
     """Attention of rotated, scaled queries over the pages of a store.
 
     query float32 [n, H_kv, G, Q, d]; shift float32 [n, H_kv, G, Q]; block_table integer [n, M]; lengths int64 [n],
-    cached tokens; present bool [n, W], which of the last W cached tokens are read exactly elsewhere and so skipped;
-    softcap and sliding as in `HybridScorer` (0 = none).
+    cached tokens; present bool [n, C], which of the `sinks` first and the last cached tokens (`ExactWindow`) are read
+    exactly elsewhere and so skipped; softcap and sliding as in `HybridScorer` (0 = none).
     Returns out float32 [n, H_kv, G, Q, d] in the value basis and lse float32 [n, H_kv, G, Q].
     """
     n, heads, group, query_len, dim = query.shape
@@ -185,7 +191,7 @@ def history_attention(
         block_table.stride(0), present.stride(0), pages.stride(0), pages.stride(1), rows, query_len, splits,
         softcap, sliding,
         H=heads, D=dim, BS=store.block_size, KEY=page_side(store.format, "key", codec.key),
-        VALUE=page_side(store.format, "value", codec.value), WINDOW=present.shape[1], ROWS=tile.rows,
+        VALUE=page_side(store.format, "value", codec.value), COLUMNS=present.shape[1], SINKS=sinks, ROWS=tile.rows,
         DIMS=triton.next_power_of_2(dim), T=tile.tokens, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return merge_splits(out, lse, query.shape)

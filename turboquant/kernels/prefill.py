@@ -61,13 +61,13 @@ def _rotate_kernel(
 @triton.jit(do_not_specialize=["first", "count", "cached"], do_not_specialize_on_alignment=["INDEX", "PRESENT"])
 def _exact_kernel(
     RING, INDEX, PRESENT, MATRIX, CENTER, GAIN, OUT, first, count, cached, ring_stride, AFFINE: tl.constexpr,
-    W: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr,
+    C: tl.constexpr, SINKS: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Exact tokens of the ring, rotated, over their decoded selves: OUT [count, heads, D] holds tokens from `first`."""
     head, n = tl.program_id(1), tl.arange(0, DIMS)
     column = tl.program_id(0) * T + tl.arange(0, T)
-    place = cached - W + column - first
-    found = tl.load(PRESENT + column, mask=column < W, other=0) != 0
+    place = tl.where(column < SINKS, column, cached - C + column) - first
+    found = tl.load(PRESENT + column, mask=column < C, other=0) != 0
     found = found & (place >= 0) & (place < count)
     entry = tl.load(INDEX + column, mask=found, other=0).to(tl.int64)
     acc = tl.zeros([T, DIMS], tl.float32)
@@ -237,14 +237,16 @@ class StagedPrefill:
         """Tokens [first, last) of a request in the original basis, exact ones where the ring has them."""
         blocks, window, recent = group.plan.batch.block_table[row].contiguous(), group.plan.window, self.layer.recent
         decode_span(self.layer.store, blocks, first, last, out[0].dtype, rotated=False, out=out)
-        start = cached - window.present.shape[1]  # of the exact window
-        begin = max(first, start)
-        if begin >= last:
-            return
-        columns = slice(begin - start, last - start)
-        index, seen = window.index[row, columns], window.present[row, columns, None, None]
-        for rows, exact in zip(out, (recent.keys, recent.values), strict=True):
-            rows[begin - first :] = torch.where(seen, exact[index], rows[begin - first :])
+        start = cached - window.recent
+        # (first token, column of token 0, end) of the sinks and of the last tokens
+        for begin, origin, end in ((0, 0, min(window.sinks, start)), (start, start - window.sinks, cached)):
+            tokens = range(max(first, begin, 0), min(last, end))
+            if not tokens:
+                continue
+            columns, place = (slice(tokens.start - at, tokens.stop - at) for at in (origin, first))
+            index, seen = window.index[row, columns], window.present[row, columns, None, None]
+            for rows, exact in zip(out, (recent.keys, recent.values), strict=True):
+                rows[place] = torch.where(seen, exact[index], rows[place])
 
     def _rotate(self, query: torch.Tensor) -> torch.Tensor:
         """query [Q, H_q, d] -> the same in the keys' basis, still to be scaled by the matrix's scale."""
@@ -261,15 +263,15 @@ class StagedPrefill:
         """Tokens [first, last) of a request in the codec's bases, exact ones where the ring has them."""
         window, codec, ring = group.plan.window, self.layer.codec, self.layer.recent
         rows = decode_span(self.layer.store, group.plan.batch.block_table[row].contiguous(), first, last, dtype)
-        width = window.present.shape[1]
-        if not width or cached - width >= last:
+        columns = window.present.shape[1]
+        if not columns or (first >= window.sinks and cached - window.recent >= last):
             return rows
         sides = ((rows[0], ring.keys, codec.key.rotation), (rows[1], ring.values, codec.value.rotation))
         for out, exact, rotation in sides:
-            _exact_kernel[(triton.cdiv(width, 16), self.layer.store.num_kv_heads)](
+            _exact_kernel[(triton.cdiv(columns, 16), self.layer.store.num_kv_heads)](
                 exact, window.index[row], window.present[row].view(torch.uint8), rotation.matrix,
                 codec.transform.center, codec.transform.gain, out, first, last - first, cached, exact.stride(0),
-                AFFINE=out is rows[0], W=width, CHUNK=16, T=16, **self.sizes,
+                AFFINE=out is rows[0], C=columns, SINKS=window.sinks, CHUNK=16, T=16, **self.sizes,
             )  # fmt: skip
         return rows
 

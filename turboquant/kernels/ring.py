@@ -28,12 +28,36 @@ def _lens(QUERY_START, SEQ_LENS, row, requests):
 
 
 @triton.jit
-def _blocks(TABLE, table_stride, columns, row, requests, start, end, BS: tl.constexpr, COLS: tl.constexpr):
-    """Physical blocks that hold positions [start, end): int64 [rows, COLS], -1 for none."""
-    logical = (tl.maximum(start, 0) // BS)[:, None] + tl.arange(0, COLS)[None, :]
-    wanted = (logical * BS < end[:, None]) & (row < requests)[:, None]
+def _blocks(TABLE, table_stride, columns, row, requests, start, end, W: tl.constexpr, BS: tl.constexpr,
+            COLS: tl.constexpr):  # fmt: skip
+    """Physical blocks that hold positions [start, end), no more than a window can touch: int64 [rows, COLS] or -1."""
+    column = tl.arange(0, COLS)[None, :]
+    logical = (tl.maximum(start, 0) // BS)[:, None] + column
+    wanted = (logical * BS < end[:, None]) & (row < requests)[:, None] & (column < (W + BS - 1) // BS + 2)
     place = row.to(tl.int64)[:, None] * table_stride + tl.minimum(logical, columns - 1)
     return tl.load(TABLE + place, mask=wanted, other=-1).to(tl.int64)
+
+
+@triton.jit
+def _first_blocks(TABLE, table_stride, row, wanted):
+    """Physical first blocks int64 [rows], -1 where none is wanted."""
+    return tl.load(TABLE + row.to(tl.int64) * table_stride, mask=wanted, other=-1).to(tl.int64)
+
+
+@triton.jit
+def _written_blocks(TABLE, table_stride, columns, row, requests, history, seq, W: tl.constexpr, SINKS: tl.constexpr,
+                    BS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Blocks that are written now and read exactly later: int64 [rows, COLS], sinks in the last column."""
+    blocks = tl.full([row.shape[0], COLS], -1, tl.int64)
+    if W > 0:
+        blocks = _blocks(TABLE, table_stride, columns, row, requests, tl.maximum(history, seq - W), seq, W, BS, COLS)
+    if SINKS > 0:
+        begins = (history < SINKS) & (seq > history) & (row < requests)
+        if W > 0:
+            begins = begins & (seq - W >= BS)
+        sinks = _first_blocks(TABLE, table_stride, row, begins)
+        blocks = tl.where((tl.arange(0, COLS) == COLS - 1)[None, :], sinks[:, None], blocks)
+    return blocks
 
 
 @triton.jit
@@ -66,33 +90,37 @@ def _give(SLOT_OF_BLOCK, OWNER, USED, WRITTEN, block, step, CAPACITY: tl.constex
 @triton.jit(do_not_specialize=COUNTS)
 def _plan_kernel(
     QUERY_START, SEQ_LENS, TABLE, SLOT_OF_BLOCK, OWNER, USED, WRITTEN, table_stride, columns, requests, step,
-    W: tl.constexpr, BS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr,
-    ENTRIES: tl.constexpr, BYTES: tl.constexpr, RETIRED: tl.constexpr,
+    W: tl.constexpr, SINKS: tl.constexpr, BS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+    CAPACITY: tl.constexpr, ENTRIES: tl.constexpr, BYTES: tl.constexpr, RETIRED: tl.constexpr,
 ):  # fmt: skip
     for phase in tl.static_range(4):
         for first in range(0, requests, ROWS):
             row = first + tl.arange(0, ROWS)
             history, seq, _, _ = _lens(QUERY_START, SEQ_LENS, row, requests)
             kept = seq - 1 - W  # where the windows of the next steps begin
-            if phase == 0:
-                blocks = _blocks(TABLE, table_stride, columns, row, requests, history - W - BS, kept, BS, COLS)
-                _touch(SLOT_OF_BLOCK, USED, blocks, RETIRED)
-            elif phase == 1:
-                blocks = _blocks(TABLE, table_stride, columns, row, requests, history - W, history, BS, COLS)
-                _touch(SLOT_OF_BLOCK, USED, blocks, step - 1)
-            elif phase == 2:
-                blocks = _blocks(TABLE, table_stride, columns, row, requests, kept, history, BS, COLS)
+            if phase < 3 and W > 0:
+                if phase == 0:
+                    blocks = _blocks(TABLE, table_stride, columns, row, requests, history - W - BS, kept, W, BS, COLS)
+                    _touch(SLOT_OF_BLOCK, USED, blocks, RETIRED)
+                elif phase == 1:
+                    blocks = _blocks(TABLE, table_stride, columns, row, requests, history - W, history, W, BS, COLS)
+                    _touch(SLOT_OF_BLOCK, USED, blocks, step - 1)
+                else:
+                    blocks = _blocks(TABLE, table_stride, columns, row, requests, kept, history, W, BS, COLS)
+                    _touch(SLOT_OF_BLOCK, USED, blocks, step)
+            elif phase == 3:
+                blocks = _written_blocks(
+                    TABLE, table_stride, columns, row, requests, history, seq, W, SINKS, BS, COLS
+                )  # fmt: skip
                 _touch(SLOT_OF_BLOCK, USED, blocks, step)
-            else:
-                start = tl.maximum(history, kept + 1)
-                blocks = _blocks(TABLE, table_stride, columns, row, requests, start, seq, BS, COLS)
-                _touch(SLOT_OF_BLOCK, USED, blocks, step)
+                if SINKS > 0:
+                    live = _first_blocks(TABLE, table_stride, row, (seq > 0) & (row < requests))
+                    _touch(SLOT_OF_BLOCK, USED, live, step)
         tl.debug_barrier()
     for first in range(0, requests, ROWS):
         row = first + tl.arange(0, ROWS)
         history, seq, _, _ = _lens(QUERY_START, SEQ_LENS, row, requests)
-        start = tl.maximum(history, seq - W)
-        blocks = _blocks(TABLE, table_stride, columns, row, requests, start, seq, BS, COLS)
+        blocks = _written_blocks(TABLE, table_stride, columns, row, requests, history, seq, W, SINKS, BS, COLS)
         entry = tl.load(SLOT_OF_BLOCK + blocks, mask=blocks >= 0, other=0)
         order = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
         waiting = tl.where((blocks >= 0) & (entry < 0), order, ROWS * COLS)
@@ -107,31 +135,32 @@ def _plan_kernel(
 @triton.jit(do_not_specialize=COUNTS[:3])
 def _locate_kernel(
     QUERY_START, SEQ_LENS, TABLE, SLOT_OF_BLOCK, WRITTEN, LINES, INDEX, PRESENT, table_stride, columns, requests,
-    W: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, C: tl.constexpr, BS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of one request: its line of `AttentionBatch.entries`, and where the last W cached tokens are."""
+    """Of one request: its line of `AttentionBatch.entries`, and where the C tokens are that it reads exactly."""
     row = tl.program_id(0)
     history, _, start, new = _lens(QUERY_START, SEQ_LENS, row, requests)
     tl.store(LINES + row * 4, row)
     tl.store(LINES + row * 4 + 1, start.to(tl.int32))
     tl.store(LINES + row * 4 + 2, new.to(tl.int32))
     tl.store(LINES + row * 4 + 3, history.to(tl.int32))
-    if W > 0:
-        column = tl.arange(0, WINDOW)
-        position = history - W + column
-        known = (position >= 0) & (column < W)
+    if C > 0:
+        column = tl.arange(0, COLUMNS)
+        start = history - (C - SINKS)  # of the last tokens
+        position = tl.where(column < SINKS, tl.where(column < start, column, -1), start + column - SINKS)
+        known = (position >= 0) & (column < C)
         logical = tl.minimum(tl.maximum(position, 0) // BS, columns - 1)
         block = tl.load(TABLE + row.to(tl.int64) * table_stride + logical, mask=known, other=0).to(tl.int64)
         entry = tl.load(SLOT_OF_BLOCK + block, mask=known, other=-1)
         place = entry * BS + tl.maximum(position, 0) % BS
         written = tl.load(WRITTEN + place, mask=known & (entry >= 0), other=0) != 0
-        target = row * W + column
-        tl.store(INDEX + target, tl.where(written, place, 0), mask=column < W)
-        tl.store(PRESENT + target, written.to(tl.uint8), mask=column < W)
+        target = row * C + column
+        tl.store(INDEX + target, tl.where(written, place, 0), mask=column < C)
+        tl.store(PRESENT + target, written.to(tl.uint8), mask=column < C)
 
 
 def plan(ring: ExactRing, batch: AttentionBatch, lines: torch.Tensor, window: ExactWindow) -> None:
-    """`ExactRing.plan` into window [R, W], and `AttentionBatch.entries` into lines int32 [R, 4], without allocating.
+    """`ExactRing.plan` into window [R, C], and `AttentionBatch.entries` into lines int32 [R, 4], without allocating.
 
     Block tables must not name a block twice for tokens written in this step, as vLLM's do not.
     """
@@ -140,14 +169,14 @@ def plan(ring: ExactRing, batch: AttentionBatch, lines: torch.Tensor, window: Ex
     common = (batch.query_start, batch.seq_lens, batch.block_table, ring.slot_of_block)
     sizes = (batch.block_table.stride(0), batch.block_table.shape[1], requests)
     written = ring.written.view(torch.uint8)
-    if ring.window:
+    if ring.columns:
         _plan_kernel[(1,)](
-            *common, ring.owner, ring.used, written, *sizes, ring.step, W=ring.window, BS=size,
-            COLS=triton.next_power_of_2(window_blocks(ring.window, size) + 1), ROWS=REQUESTS, CAPACITY=ring.capacity,
-            ENTRIES=triton.next_power_of_2(ring.capacity), BYTES=triton.next_power_of_2(size), RETIRED=RETIRED,
-            num_warps=8,
+            *common, ring.owner, ring.used, written, *sizes, ring.step, W=ring.window, SINKS=ring.sinks,
+            BS=size, COLS=triton.next_power_of_2(window_blocks(ring.window, size) + 2), ROWS=REQUESTS,
+            CAPACITY=ring.capacity, ENTRIES=triton.next_power_of_2(ring.capacity), BYTES=triton.next_power_of_2(size),
+            RETIRED=RETIRED, num_warps=8,
         )  # fmt: skip
     _locate_kernel[(requests,)](
-        *common, written, lines, window.index, window.present.view(torch.uint8), *sizes, W=ring.window, BS=size,
-        WINDOW=triton.next_power_of_2(max(ring.window, 1)),
+        *common, written, lines, window.index, window.present.view(torch.uint8), *sizes, SINKS=ring.sinks,
+        C=ring.columns, BS=size, COLUMNS=triton.next_power_of_2(max(ring.columns, 1)),
     )  # fmt: skip

@@ -65,6 +65,14 @@ class PeekExtension:
             seen[group.in_native.data_ptr()] = group.in_native.nbytes
         return sum(seen.values())
 
+    def tqtest_transforms(self) -> dict[str, tuple[list[list[float]], list[list[float]]]]:
+        """Centre and gain of the compressed layers of the native route."""
+        from turboquant.integration import backend
+
+        layers = backend.compressed_layers(self.model_runner.vllm_config)
+        found = {name: layer.impl.transform for name, layer in layers.items()}
+        return {name: (x.center.tolist(), x.gain.tolist()) for name, x in found.items() if x is not None}
+
 
 def start(model: str, **options: Any) -> Any:
     """A vllm.LLM on the CPU with small defaults; skips the test where vLLM is missing."""

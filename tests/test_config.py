@@ -23,7 +23,7 @@ def test_presets_are_the_documented_ones():
     assert set(PRESETS) == DOCUMENTED_PRESETS and DEFAULT_PRESET == "k4v4"
 
 
-@pytest.mark.parametrize("preset", DOCUMENTED_PRESETS)
+@pytest.mark.parametrize("preset", sorted(DOCUMENTED_PRESETS))
 def test_preset_name_says_its_bits(preset):
     config = TurboQuantConfig.from_options(preset)
     assert (config.key_bits, config.value_bits) == (int(preset[1]), int(preset[3]))

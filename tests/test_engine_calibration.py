@@ -1,8 +1,10 @@
 """Calibration through a real engine, and what it is worth with both routes."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 from engine_helpers import alone, engine, prompts
 
 pytestmark = pytest.mark.engine
@@ -10,8 +12,9 @@ pytest.importorskip("vllm")
 
 from turboquant import attach, calibrate  # noqa: E402
 from turboquant.demo import smollm2  # noqa: E402
-from turboquant.integration import ab  # noqa: E402
+from turboquant.integration import ab, backend, compat  # noqa: E402
 from turboquant.integration.calibration_file import load_transforms  # noqa: E402
+from turboquant.integration.vllm import UnsupportedEngineError  # noqa: E402
 
 OPTIONS = {"preset": "k3v4", "buffer_size": 0}
 LENGTHS = [70, 130, 200]
@@ -60,3 +63,35 @@ def test_the_native_route_takes_the_file(calibrated):
     with engine(options.pop("preset"), options, max_num_batched_tokens=ab.CHUNK_TOKENS) as llm:
         found = alone(llm, prompts(llm, LENGTHS), 8)
     assert [o.token_ids for o in found] == [o.token_ids for o in outputs]
+
+
+def test_the_native_route_calibrates_itself(calibrated):
+    """What it measures before it serves is what `calibrate` measures on a running engine."""
+    expected = load_transforms(calibrated[0])
+    with engine("k4v4") as llm:
+        found = llm.collective_rpc("tqtest_transforms")[0]
+        assert llm.collective_rpc("tq_stats")[0]["calibrated_layers"] == 30
+    assert found.keys() == expected.keys()
+    for name, sides in found.items():
+        for side, measured in zip(("center", "gain"), sides, strict=True):
+            wanted = getattr(expected[name], side)
+            assert (torch.tensor(measured) - wanted).norm() <= 1e-3 * wanted.norm(), (name, side)
+
+
+def test_biased_keys_that_cannot_be_calibrated_are_refused():
+    projection = torch.nn.Linear(4, 4)
+    runner = SimpleNamespace(
+        get_model=lambda: torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"k_proj": projection})})
+    )
+    with pytest.raises(UnsupportedEngineError, match=r"layer\.k_proj and 0 more.*calibration='none'"):
+        backend.refuse_biased(runner, "data_parallel_size=2")
+    projection.bias.data.zero_()
+    backend.refuse_biased(runner, "data_parallel_size=2")
+
+
+def test_what_cannot_be_calibrated_at_the_start():
+    parallel, compilation = SimpleNamespace(data_parallel_size=2), SimpleNamespace(static_forward_context={})
+    config = SimpleNamespace(parallel_config=parallel, compilation_config=compilation)
+    assert compat.run_objection(config) == "data_parallel_size=2"
+    parallel.data_parallel_size = 1
+    assert compat.run_objection(config) is None

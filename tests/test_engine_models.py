@@ -63,7 +63,7 @@ def test_layers_that_share_a_cache(gemma3n):
     limits = {"skip_tokenizer_init": True, "max_num_batched_tokens": 64, "gpu_memory_utilization": 0.5}
     native, _, _ = run(gemma3n, None, numbers, **limits)
     outputs, stats, _ = run(gemma3n, "k4v4", numbers, **limits)
-    assert len(stats["layers"]) == 8 and not stats["skipped"]
+    assert len(stats["layers"]) == 8 and not stats["skipped"] and stats["calibrated_layers"] == 5
     assert stats["bytes_per_token_compressed"] == 5 * 2 * 68  # of the 5 layers that have a cache
     assert distance(native, outputs) <= 0.02
     assert [o.token_ids[0] for o in outputs] == [o.token_ids[0] for o in native]
@@ -96,7 +96,7 @@ def test_attention_beside_recurrent_layers(lfm2):
     native, _, _ = run(lfm2, None, numbers, **limits)
     options = {"buffer_size": 64, "ring_share": 0.1}
     outputs, stats, _ = run(lfm2, "k4v4", numbers, options=options, **limits)
-    assert len(stats["layers"]) == 2 and stats["window"] == 64
+    assert len(stats["layers"]) == 2 and stats["window"] == 64 and stats["calibrated_layers"] == 0
     assert stats["bytes_per_token_compressed"] == 2 * 2 * 68 and stats["capacity_tokens"] % 192 == 0
     assert distance(native, outputs) <= 0.002
 

@@ -2,7 +2,7 @@
 
 Skipped elsewhere.
 
-TURBOQUANT_RESULTS=DIR python -m pytest tests/test_gpu_native.py writes DIR/native-gpu.json
+TURBOQUANT_RESULTS=DIR python -m pytest tests/test_gpu_native.py writes DIR/native-gpu.json, or native-2-gpus.json
 """
 
 import json
@@ -69,7 +69,10 @@ def results(tmp_path_factory):
         process.wait(timeout=400)
         found[name] = json.loads(files[1].read_text()) if files[1].exists() else files[2].read_text()[-2500:]
     if out := os.environ.get("TURBOQUANT_RESULTS"):
-        Path(out, "native-gpu.json").write_text(json.dumps(figures(found), indent=1) + "\n")
+        devices = torch.cuda.device_count()
+        Path(out, f"native-{'gpu' if devices == 1 else f'{devices}-gpus'}.json").write_text(
+            json.dumps(figures(found), indent=1) + "\n"
+        )
     return found
 
 

@@ -39,7 +39,7 @@ def test_equal_engines_have_no_distance():
 
 
 def test_size_counts_the_exact_window():
-    stats = {"bytes_per_token_compressed": 272, "bytes_per_token_bf16": 1024, "window": 128}
+    stats = {"bytes_per_token_compressed": 272, "bytes_per_token_bf16": 1024, "exact_tokens_per_request": 128}
     found = quality.size(stats, 1024)
     assert found["bits_per_element"] == 4.25 and found["bits_with_window"] == pytest.approx(4.25 + 2)
     assert quality.size(stats, 64)["smaller_than_bf16"] < 1  # all of a short context is exact

@@ -171,6 +171,20 @@ def test_workers_know_the_pool_before_builders_are_made(release):
     assert "def extract_layer_index(" in release.text("model_executor/models/utils.py")
 
 
+def test_a_loaded_model_runs_by_itself(release):
+    assert release.method("v1/worker/worker_base.py", "WorkerBase", "load_model")
+    assert "    skip_compiled: bool = False," in release.text("forward_context.py")
+    for path in ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"):
+        assert parameters(release.method(path, "GPUModelRunner", "get_model")) == ["self"]
+    set_loras = release.method("v1/worker/lora_model_runner_mixin.py", "LoRAModelRunnerMixin", "_set_active_loras")
+    assert parameters(set_loras)[1:4] == ["prompt_lora_mapping", "token_lora_mapping", "lora_requests"]
+    for name in ("send_tensor_dict", "recv_tensor_dict"):
+        assert release.method("distributed/parallel_state.py", "GroupCoordinator", name)
+    assert "def cached_tokenizer_from_config(model_config" in release.text("tokenizers/registry.py")
+    assert "skip_tokenizer_init" in release.fields("config/model.py", "ModelConfig")
+    assert release.method("config/model.py", "ModelConfig", "uses_mrope")
+
+
 def test_model_and_cache_configuration(release):
     assert {"enable_sleep_mode"} <= release.fields("config/model.py", "ModelConfig")
     assert {"block_size", "num_gpu_blocks", "gpu_memory_utilization", "kv_cache_memory_bytes", "cache_dtype"} <= (

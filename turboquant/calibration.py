@@ -11,8 +11,11 @@ from pathlib import Path
 import torch
 
 from turboquant.codec import KeyTransform
+from turboquant.config import TurboQuantConfig
 
 TEXT = Path(__file__).parent / "data" / "calibration.txt"
+CHUNK = 512  # tokens of a sequence made of it
+SINKS = TurboQuantConfig().sink_size  # first tokens of a sequence, left out: they are kept exactly, far from all others
 # Power of the optimal gain that is used.  The optimum supposes that every query meets every key; on SmolLM2 and
 # Qwen2.5-Coder half of it (in logarithms) loses less (issue 5).
 STRENGTH = 0.5

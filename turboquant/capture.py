@@ -110,6 +110,11 @@ class ExactRing:
         return self.sinks + self.window
 
     @property
+    def tokens_per_request(self) -> int:
+        """Exact tokens that the entries of one request hold."""
+        return exact_blocks(self.window, self.sinks, self.block_size) * self.block_size
+
+    @property
     def tokens(self) -> int:
         """Exact tokens that the entries hold."""
         return self.capacity * self.block_size

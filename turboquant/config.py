@@ -8,6 +8,7 @@ from typing import Any
 
 KEY_BITS = (2, 3, 4, 8)
 VALUE_BITS = {"lloyd": (2, 3, 4), "group": (2, 3, 4, 8)}
+NO_CALIBRATION = "none"
 VALUE_GROUPS = (8, 16, 32, 64, 128)
 KEY_QUANTIZERS = ("mse", "prod")
 ROTATIONS = ("auto", "hadamard", "haar")
@@ -101,7 +102,8 @@ class TurboQuantConfig:
     initial_layers_count, initial_layers_key_bits: so many first layers get this key width instead.
     value_group: coordinates per group of "group" values; reduced to a divisor of the head size where it is none.
     shadow_interval: in capture_only, score every n-th step both ways and record the error; 0 for never.
-    calibration: file with key transforms (`turboquant.calibrate`); "" for none.
+    calibration: file with key transforms (`turboquant.calibrate`); "" calibrates when the engine starts, on the native
+        route, and "none" never does.
     """
 
     key_bits: int = 4
@@ -170,6 +172,10 @@ class TurboQuantConfig:
     @property
     def name(self) -> str:
         return f"k{self.key_bits}v{self.value_bits}"
+
+    @property
+    def calibration_file(self) -> str | None:
+        return self.calibration if self.calibration not in ("", NO_CALIBRATION) else None
 
     def layer_key_bits(self, index: int) -> int:
         """Key bits of the attention layer with this index (0 is the first)."""

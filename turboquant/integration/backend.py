@@ -6,6 +6,7 @@ the ring's tables, which the group's metadata builder plans once a step, before 
 step waits for the device, and what a captured CUDA graph reads lies in memory that stays.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,8 +27,8 @@ from turboquant.batch import AttentionBatch
 from turboquant.calibration import of_layer
 from turboquant.capture import ExactRing, ExactWindow, LayerCache, RingData, StepPlan, exact_blocks
 from turboquant.codec import KeyTransform, KVCodec
-from turboquant.config import TurboQuantConfig
-from turboquant.integration import compat
+from turboquant.config import NO_CALIBRATION, TurboQuantConfig
+from turboquant.integration import compat, selfcalibration
 from turboquant.integration.calibration_file import load_transforms
 from turboquant.integration.rehearsal import distinct_steps, largest_steps, rehearse, rehearse_plan
 from turboquant.integration.vllm import UnsupportedEngineError
@@ -36,6 +37,7 @@ from turboquant.page import PageFormat
 from turboquant.score import HybridScorer, Own
 from turboquant.store import CompressedBlockStore
 
+logger = logging.getLogger("turboquant")
 PREFERRED_BLOCK = 32  # tokens of a page where nobody asked for a size
 MAX_GRAPH_QUERY = 16  # query rows of a request that the fast decode serves
 
@@ -304,6 +306,15 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             self.memory.ring_tokens, self.num_kv_heads, self.head_size, act_dtype, self.host.device
         )  # fmt: skip
 
+    def recalibrate(self, transform: KeyTransform) -> None:
+        """Another key transform, before anything is cached."""
+        if self.target is not None:
+            self.codec = self.target.codec
+            return
+        self.transform = transform
+        with compat.default_dtype(torch.float32):
+            self.codec = compat.outside_pools(self.host.device, self._build_codec)
+
     def _build_codec(self) -> KVCodec:
         sizes = self.num_kv_heads, self.head_size
         return KVCodec.build(self.config, self.layer_index, *sizes, self.transform, self.host.device)
@@ -441,7 +452,7 @@ _installed: list[compat.AttentionPatch] = []
 def install(config: TurboQuantConfig) -> None:
     """Give attention layers that are made from now on compressed pages; again for another configuration."""
     uninstall()
-    transforms = load_transforms(config.calibration) if config.calibration else {}
+    transforms = load_transforms(config.calibration_file) if config.calibration_file else {}
     patch = compat.AttentionPatch(
         lambda layer_class, arguments: backend_for(config, layer_class, arguments),
         lambda layer: made(config, transforms, layer),
@@ -489,6 +500,30 @@ def made(config: TurboQuantConfig, transforms: dict[str, KeyTransform], layer: A
     layer.impl.configure(config, transforms, layer.layer_name, place.index)
 
 
+def calibrate_loaded(runner: Any) -> None:
+    """Give the layers key transforms measured on the loaded model, unless a calibration was named."""
+    ours = compressed_layers(runner.vllm_config)
+    if next(iter(ours.values())).impl.config.calibration:
+        return
+    if reason := compat.run_objection(runner.vllm_config):
+        refuse_biased(runner, reason)
+        logger.warning("turboquant: the model is not calibrated (%s); turboquant.calibrate writes a file", reason)
+        return
+    for name, transform in selfcalibration.measure(runner).items():
+        if name in ours:
+            ours[name].impl.recalibrate(transform)
+
+
+def refuse_biased(runner: Any, reason: str) -> None:
+    """UnsupportedEngineError for a model whose keys have biases: without a calibration it would answer wrongly."""
+    if biased := compat.key_biases(runner):
+        raise UnsupportedEngineError(
+            f"turboquant cannot calibrate this engine when it starts ({reason}), and without calibration the biases of "
+            f"the keys ({biased[0]} and {len(biased) - 1} more) would spoil its answers: write a file with "
+            f"turboquant.calibrate and name it as calibration, or insist with calibration='{NO_CALIBRATION}'"
+        )
+
+
 def compressed_layers(vllm_config: Any) -> dict[str, Any]:
     layers = compat.attention_layers(vllm_config)
     return {name: layer for name, layer in layers.items() if isinstance(layer.impl, TurboQuantImpl)}
@@ -512,7 +547,10 @@ def stats(vllm_config: Any) -> dict[str, Any]:
         ),
         "capacity_tokens": compat.pool_tokens(vllm_config),
         "page_bytes": sum(layer.kv_cache.nbytes for layer in owners),
-        "window": first.memory.window,
+        "calibrated_layers": sum(layer.impl.transform is not None for layer in owners),
+        "window": first.ring.window,
+        "sinks": first.ring.sinks,
+        "exact_tokens_per_request": first.ring.tokens_per_request,
         "ring_tokens": first.memory.ring_tokens,
         "ring_bytes": sum(layer.impl.recent.nbytes for layer in owners) + sum(g.ring.nbytes for g in groups),
         "table_bytes": sum(layer.impl.table_bytes for layer in ours.values()),

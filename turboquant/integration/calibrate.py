@@ -13,15 +13,12 @@ from typing import Any
 import torch
 
 from turboquant.batch import AttentionBatch
-from turboquant.calibration import TEXT, Moments
+from turboquant.calibration import CHUNK, SINKS, TEXT, Moments
 from turboquant.codec import KeyTransform
-from turboquant.config import TurboQuantConfig
 from turboquant.integration import compat
 from turboquant.integration.calibration_file import save_transforms
 
 logger = logging.getLogger("turboquant")
-SINKS = TurboQuantConfig().sink_size
-CHUNK = 512  # tokens of a prompt made of the package's text
 Figures = dict[str, tuple[list[list[float]], list[list[float]]]]  # layer -> centre, gain
 
 
@@ -52,9 +49,7 @@ class Observer:
 
 
 def beyond_sinks(batch: AttentionBatch) -> torch.Tensor:
-    """Rows int64 [n] of a step's tokens, without the first of every sequence: those are kept exactly, and their keys
-    lie far from all others.
-    """
+    """Rows int64 [n] of a step's tokens, without the first of every sequence."""
     lens = [(start, new, max(0, SINKS - cached)) for start, new, cached in batch.host_lens]
     rows = [torch.arange(start + min(skipped, new), start + new) for start, new, skipped in lens]
     return torch.cat(rows).to(batch.seq_lens.device)

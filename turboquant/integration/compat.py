@@ -372,8 +372,12 @@ NATIVE = "turboquant_native"  # attribute of a layer that the native route leave
 PLAIN_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
-def patch_workers(activate: Callable[[Any], None]) -> None:
-    """Call activate(vllm_config) in every worker before its model is built (0.18.1 to 0.33.0); once a process."""
+def patch_workers(activate: Callable[[Any], bool], loaded: Callable[[Any], None]) -> None:
+    """In every worker call activate(vllm_config) before its model is built, and if that was true, loaded(model_runner)
+    once it is there.
+
+    `WorkerBase.__init__` and `load_model` are those of 0.18.1 to 0.33.0; patched once a process.
+    """
     from vllm.v1.worker.worker_base import WorkerBase
 
     original = WorkerBase.__init__
@@ -382,8 +386,18 @@ def patch_workers(activate: Callable[[Any], None]) -> None:
 
     @functools.wraps(original)
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        activate(vllm_config)
+        active = activate(vllm_config)
         original(self, vllm_config, *args, **kwargs)
+        if not active:
+            return
+        load = self.load_model
+
+        def load_model(*args: Any, **kwargs: Any) -> Any:
+            result = load(*args, **kwargs)
+            loaded(self.model_runner)
+            return result
+
+        self.load_model = load_model
 
     init.turboquant_original = original  # type: ignore[attr-defined]
     WorkerBase.__init__ = init  # type: ignore[method-assign]
@@ -658,6 +672,61 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+# ---- native route: a model without a cache ---------------------------------------------------------------------
+def run_model(runner: Any, ids: list[int]) -> None:
+    """Run a loaded model over one sequence, as profiling does: without step metadata, and not compiled.
+
+    What it takes (`set_forward_context` with `skip_compiled`, `get_model` and `_set_active_loras` of both runners, the
+    pipeline's group) is in 0.26.0 to 0.33.0.
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.forward_context import set_forward_context
+    from vllm.sequence import IntermediateTensors
+
+    config, stages = runner.vllm_config, get_pp_group()
+    tokens = torch.tensor(ids, device=runner.device)
+    positions = torch.arange(len(ids), device=runner.device)
+    if config.model_config.uses_mrope:
+        positions = positions.expand(3, -1)
+    if config.lora_config is not None:
+        runner._set_active_loras((0,), (0,) * len(ids), set())
+    before = None if stages.is_first_rank else IntermediateTensors(stages.recv_tensor_dict() or {})
+    context = set_forward_context(None, config, num_tokens=len(ids), skip_compiled=True)
+    with torch.inference_mode(), context:
+        after = runner.get_model()(
+            input_ids=tokens, positions=positions, intermediate_tensors=before, inputs_embeds=None
+        )  # fmt: skip
+    if not stages.is_last_rank:
+        stages.send_tensor_dict(after.tensors)
+
+
+def run_objection(vllm_config: Any) -> str | None:
+    """Why `run_model` cannot run this engine's model by itself, or None."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    if (size := vllm_config.parallel_config.data_parallel_size) > 1:
+        return f"data_parallel_size={size}"
+    softmax = attention_layers(vllm_config)
+    layers = vllm_config.compilation_config.static_forward_context
+    others = [name for name, layer in layers.items() if isinstance(layer, AttentionLayerBase) and name not in softmax]
+    return f"{others[0]} is no softmax attention" if others else None
+
+
+def tokenizer_of(vllm_config: Any) -> Any:
+    """The model's tokenizer, None where the engine has none; `cached_tokenizer_from_config` is in 0.26.0 to 0.33.0."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = vllm_config.model_config
+    return None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
+
+
+def key_biases(runner: Any) -> list[str]:
+    """Key projections with a bias, by name."""
+    modules = runner.get_model().named_modules()
+    found = ((name, getattr(module, "bias", None)) for name, module in modules)
+    return [n for n, bias in found if n.endswith((".qkv_proj", ".k_proj")) and torch.is_tensor(bias) and bias.any()]
 
 
 # ---- native route: steps ---------------------------------------------------------------------------------------

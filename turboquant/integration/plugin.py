@@ -64,23 +64,32 @@ WORKER_METHODS = (
 )  # fmt: skip
 
 
-def activate(vllm_config: Any) -> None:
-    """Start the native route for the model that a worker is about to build, if it is asked for."""
+def activate(vllm_config: Any) -> bool:
+    """Start the native route for the model that a worker is about to build; whether it is asked for."""
     config = activation.requested(vllm_config.additional_config)
     if config is None:
-        return
+        return False
     from turboquant.integration import backend
 
     if objections := compat.config_objections(vllm_config):
         listed = "\n- ".join(objections)
         raise hooks.UnsupportedEngineError(f"turboquant cannot serve this engine:\n- {listed}")
     backend.install(config)
+    return True
+
+
+def loaded(runner: Any) -> None:
+    """Calibrate a model that a worker has loaded for the native route."""
+    from turboquant.integration import backend
+
+    if backend.compressed_layers(runner.vllm_config):
+        backend.calibrate_loaded(runner)
 
 
 def register() -> None:
     """Called by vLLM in every process; idempotent.  Refuses variables that cannot be meant."""
     activation.requested()
-    compat.patch_workers(activate)
+    compat.patch_workers(activate, loaded)
     add_worker_methods()
 
 

@@ -198,10 +198,9 @@ def compare(reference: torch.Tensor, tested: torch.Tensor, forced: torch.Tensor)
 
 
 def size(stats: dict[str, Any], context: int) -> dict[str, float]:
-    """Bytes per token of the pages and, with the exact window, of a request of `context` tokens; times below bf16."""
+    """Bytes per token of the pages and, with the exact tokens' blocks, of a request of `context`; times below bf16."""
     packed, plain = stats["bytes_per_token_compressed"], stats["bytes_per_token_bf16"]
-    window = min(stats["window"], context)
-    whole = packed + window / context * plain
+    whole = packed + min(stats["exact_tokens_per_request"], context) / context * plain
     return {
         "bytes_per_token": packed, "bits_per_element": 16 * packed / plain,
         "bits_with_window": 16 * whole / plain, "smaller_than_bf16": plain / whole,

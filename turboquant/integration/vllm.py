@@ -363,6 +363,7 @@ class HookHandle(Mapping[str, LayerHook]):
             "mode": self.mode.value,
             "preset": self.config.name,
             "window": self.window,
+            "sinks": self.groups[0].engine.ring.sinks,
             "layers": len(self) + len(self.skipped),
             "layers_compressed": len(self),
             "layers_skipped": {layer.name: layer.reason for layer in self.skipped},
@@ -495,9 +496,9 @@ def raise_objections(runner: Any, layers: dict[str, Any], names: list[str], skip
 
 def calibrated(handle: HookHandle, names: list[str]) -> dict[str, KeyTransform]:
     """Key transforms of the configuration's calibration file, for the KV heads of this rank."""
-    if not handle.config.calibration:
+    if not handle.config.calibration_file:
         return {}
-    transforms, layers = load_transforms(handle.config.calibration), compat.all_layers(handle.runner)
+    transforms, layers = load_transforms(handle.config.calibration_file), compat.all_layers(handle.runner)
     place = compat.tensor_parallel_place()
     return {name: of_layer(transforms, name, place, layers[name].num_kv_heads) for name in names}
 

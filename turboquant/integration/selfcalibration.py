@@ -1,0 +1,73 @@
+"""Calibrate a model in its worker when it has been loaded, before anything is cached.
+
+The model runs over the package's text, piece by piece, with plain attention within the piece in the place of every
+layer's own: no cache and no scheduler are needed, and every rank measures the KV heads that it holds.
+"""
+
+import random
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from turboquant.calibration import CHUNK, SINKS, TEXT, Moments
+from turboquant.codec import KeyTransform
+from turboquant.integration import compat
+
+RANDOM_TOKENS = 4 * CHUNK  # where the engine has no tokenizer
+
+
+class PlainAttention:
+    """Stands in for the attention of one layer over one sequence, and sums up its keys and queries.
+
+    Softcaps and sliding windows are left out: pieces are short, and the moments hardly depend on them.
+    """
+
+    def __init__(self, layer: Any, target: "PlainAttention | None"):
+        self.impl, self.target = layer.impl, target
+        self.scale = compat.attention_parameters(layer).scale
+        self.moments = Moments.empty(layer.num_kv_heads, layer.head_size)
+        self.forward, self.impl.forward = self.impl.forward, self.attend
+
+    def attend(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        q = query.view(len(query), -1, layer.head_size)
+        if self.target is None:
+            self.rows = key.view(len(key), layer.num_kv_heads, -1), value.view(len(value), layer.num_kv_heads, -1)
+            self.moments.add(self.rows[0][SINKS:].cpu(), q[SINKS:].cpu())
+        keys, values = (self.target or self).rows
+        q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
+        found = scaled_dot_product_attention(q, keys, values, is_causal=True, scale=self.scale, enable_gqa=True)
+        output.view(len(query), q.shape[1], -1).copy_(found[0].transpose(0, 1))
+        return output
+
+    def remove(self) -> None:
+        del self.impl.forward
+
+
+def measure(runner: Any) -> dict[str, KeyTransform]:
+    """Key transforms of the model's layers, for this worker's KV heads."""
+    layers = compat.attention_layers(runner.vllm_config)
+    standing: dict[str, PlainAttention] = {}
+    for name, layer in layers.items():  # a layer comes behind the one whose cache it reads
+        standing[name] = PlainAttention(layer, standing.get(layer.kv_sharing_target_layer_name))
+    try:
+        for piece in pieces(runner.vllm_config):
+            compat.run_model(runner, piece)
+    finally:
+        for attention in standing.values():
+            attention.remove()
+    return {name: found.moments.transform() for name, found in standing.items() if found.moments.tokens}
+
+
+def pieces(vllm_config: Any) -> list[list[int]]:
+    """Token ids of the package's text in pieces that one step can hold; random ones without a tokenizer."""
+    tokenizer, model = compat.tokenizer_of(vllm_config), vllm_config.model_config
+    if tokenizer is None:
+        ids = random.Random(0).choices(range(model.get_vocab_size()), k=RANDOM_TOKENS)
+    else:
+        ids = tokenizer.encode(TEXT.read_text(encoding="utf-8"))
+    size = min(CHUNK, model.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens)
+    return [ids[first : first + size] for first in range(0, len(ids), size)]

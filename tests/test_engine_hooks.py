@@ -62,7 +62,7 @@ def test_output_does_not_depend_on_the_batch(llm, mode, buffer_size):
         stats = handle.stats()[0]
     assert tokens_of(together) == tokens_of(single)
     assert stats["tokens_read_compressed"] > 0
-    assert (stats["tokens_read_exact"] > 0) == (buffer_size > 0)
+    assert stats["tokens_read_exact"] > 0  # sinks, without a window too
 
 
 def run_steps(llm, steps):

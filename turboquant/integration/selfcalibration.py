@@ -27,7 +27,7 @@ class PlainAttention:
         self.impl, self.target = layer.impl, target
         self.scale = compat.attention_parameters(layer).scale
         self.moments = Moments.empty(layer.num_kv_heads, layer.head_size)
-        self.forward, self.impl.forward = self.impl.forward, self.attend
+        self.impl.forward = self.attend
 
     def attend(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
@@ -52,7 +52,7 @@ def measure(runner: Any) -> dict[str, KeyTransform]:
     layers = compat.attention_layers(runner.vllm_config)
     standing: dict[str, PlainAttention] = {}
     for name, layer in layers.items():  # a layer comes behind the one whose cache it reads
-        standing[name] = PlainAttention(layer, standing.get(layer.kv_sharing_target_layer_name))
+        standing[name] = PlainAttention(layer, standing.get(getattr(layer, "kv_sharing_target_layer_name", None)))
     try:
         for piece in pieces(runner.vllm_config):
             compat.run_model(runner, piece)

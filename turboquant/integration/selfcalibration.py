@@ -52,7 +52,8 @@ def measure(runner: Any) -> dict[str, KeyTransform]:
     layers = compat.attention_layers(runner.vllm_config)
     standing: dict[str, PlainAttention] = {}
     for name, layer in layers.items():  # a layer comes behind the one whose cache it reads
-        standing[name] = PlainAttention(layer, standing.get(getattr(layer, "kv_sharing_target_layer_name", None)))
+        target = getattr(layer, "kv_sharing_target_layer_name", None)
+        standing[name] = PlainAttention(layer, standing[target] if target else None)
     try:
         for piece in pieces(runner.vllm_config):
             compat.run_model(runner, piece)

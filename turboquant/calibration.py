@@ -7,6 +7,7 @@ k -> (k - center) * gain.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,18 @@ SINKS = TurboQuantConfig().sink_size  # first tokens of a sequence, left out: th
 # Qwen2.5-Coder half of it (in logarithms) loses less (issue 5).
 STRENGTH = 0.5
 MAX_GAIN = 16.0  # of a channel over the geometric mean, and its inverse: channels without energy have no optimum
+
+
+def text_ids(tokenizer: Any) -> list[int]:
+    """Token ids of the package's text."""
+    ids: list[int] = tokenizer.encode(TEXT.read_text(encoding="utf-8"))
+    return ids
+
+
+def sequences(ids: list[int], most: int) -> list[list[int]]:
+    """Sequences of CHUNK of the ids each, or of `most` where an engine takes no longer ones."""
+    size = min(CHUNK, most)
+    return [ids[first : first + size] for first in range(0, len(ids), size)]
 
 
 @dataclass(eq=False)

@@ -31,6 +31,14 @@ def exact_blocks(window: int, sinks: int, block_size: int) -> int:
     return window_blocks(window, block_size) + (sinks > 0)
 
 
+def exact_positions(cached: torch.Tensor, columns: int, sinks: int) -> torch.Tensor:
+    """`ExactWindow.positions` of so many columns, `sinks` of which are the first tokens."""
+    column = torch.arange(columns, device=cached.device)
+    start = cached[:, None] - (columns - sinks)  # of the last tokens
+    sink = torch.where(column < start, column, -1)
+    return torch.where(column < sinks, sink, (start + column - sinks).clamp(min=-1))
+
+
 FREE, RETIRED = -1, 0  # clock of entries without a block, and of blocks that have left their request's window
 
 
@@ -57,10 +65,7 @@ class ExactWindow:
 
     def positions(self, cached: torch.Tensor) -> torch.Tensor:
         """Position int64 [n, C] of each column's token in sequences of `cached` int64 [n] tokens; -1 for none."""
-        column = torch.arange(self.present.shape[1], device=cached.device)
-        start = cached[:, None] - self.recent
-        sink = torch.where(column < start, column, -1)
-        return torch.where(column < self.sinks, sink, (start + column - self.sinks).clamp(min=-1))
+        return exact_positions(cached, self.present.shape[1], self.sinks)
 
     def covers(self, batch: AttentionBatch, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Whether the requests `rows` [n] read `positions` [n, t] exactly: bool [n, t]."""
@@ -156,10 +161,8 @@ class ExactRing:
 
     def locate(self, batch: AttentionBatch) -> ExactWindow:
         """Where each request's exact tokens are; changes nothing."""
-        device = batch.seq_lens.device
-        absent = torch.zeros(len(batch.seq_lens), self.columns, dtype=torch.bool, device=device)
-        positions = ExactWindow(absent, absent, self.sinks).positions(batch.history_lens)
-        rows = torch.arange(len(positions), device=device)
+        positions = exact_positions(batch.history_lens, self.columns, self.sinks)
+        rows = torch.arange(len(positions), device=positions.device)
         slots = batch.blocks_at(rows, positions) * self.block_size + positions % self.block_size
         index, present = self.lookup(torch.where(positions >= 0, slots, -1))
         return ExactWindow(index, present, self.sinks)

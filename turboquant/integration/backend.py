@@ -299,8 +299,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         if self.target is not None:  # an earlier layer
             self.codec, self.memory, self.recent = self.target.codec, self.target.memory, self.target.recent
             return
-        with compat.default_dtype(torch.float32):
-            self.codec = compat.outside_pools(self.host.device, self._build_codec)
+        self.codec = self._build_codec()
         self.memory = self._plan_memory(act_dtype)
         self.recent = RingData(
             self.memory.ring_tokens, self.num_kv_heads, self.head_size, act_dtype, self.host.device
@@ -308,16 +307,17 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
 
     def recalibrate(self, transform: KeyTransform) -> None:
         """Another key transform, before anything is cached."""
-        if self.target is not None:
-            self.codec = self.target.codec
-            return
         self.transform = transform
-        with compat.default_dtype(torch.float32):
-            self.codec = compat.outside_pools(self.host.device, self._build_codec)
+        self.codec = self._build_codec()
 
     def _build_codec(self) -> KVCodec:
         sizes = self.num_kv_heads, self.head_size
-        return KVCodec.build(self.config, self.layer_index, *sizes, self.transform, self.host.device)
+
+        def build() -> KVCodec:
+            return KVCodec.build(self.config, self.layer_index, *sizes, self.transform, self.host.device)
+
+        with compat.default_dtype(torch.float32):
+            return compat.outside_pools(self.host.device, build)
 
     def _plan_memory(self, dtype: torch.dtype) -> LayerMemory:
         """Windows of all requests that may run, or of as many as the ring's share of the memory holds."""

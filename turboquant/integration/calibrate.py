@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from turboquant.batch import AttentionBatch
-from turboquant.calibration import CHUNK, SINKS, TEXT, Moments
+from turboquant.calibration import SINKS, Moments, sequences, text_ids
 from turboquant.codec import KeyTransform
 from turboquant.integration import compat
 from turboquant.integration.calibration_file import save_transforms
@@ -94,9 +94,8 @@ def calibrate(llm: Any, path: str | Path, prompts: Sequence[str | list[int]] | N
 
 
 def package_prompts(llm: Any) -> Iterable[dict[str, list[int]]]:
-    ids = llm.get_tokenizer().encode(TEXT.read_text(encoding="utf-8"))
-    size = min(CHUNK, llm.llm_engine.vllm_config.model_config.max_model_len - 1)
-    return ({"prompt_token_ids": ids[first : first + size]} for first in range(0, len(ids), size))
+    most = llm.llm_engine.vllm_config.model_config.max_model_len - 1
+    return ({"prompt_token_ids": ids} for ids in sequences(text_ids(llm.get_tokenizer()), most))
 
 
 def as_prompt(prompt: str | list[int]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from turboquant.calibration import CHUNK, SINKS, TEXT, Moments
+from turboquant.calibration import CHUNK, SINKS, Moments, sequences, text_ids
 from turboquant.codec import KeyTransform
 from turboquant.integration import compat
 
@@ -69,6 +69,5 @@ def pieces(vllm_config: Any) -> list[list[int]]:
     if tokenizer is None:
         ids = random.Random(0).choices(range(model.get_vocab_size()), k=RANDOM_TOKENS)
     else:
-        ids = tokenizer.encode(TEXT.read_text(encoding="utf-8"))
-    size = min(CHUNK, model.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens)
-    return [ids[first : first + size] for first in range(0, len(ids), size)]
+        ids = text_ids(tokenizer)
+    return sequences(ids, min(model.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens))

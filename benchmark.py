@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from turboquant.config import PRESETS, TurboQuantConfig
 from turboquant.demo import smollm2
 from turboquant.integration import quality as forcing
 from turboquant.integration.compat import dense_attention
-from turboquant.integration.engine_benchmark import Case, Geometry, Load
+from turboquant.integration.engine_benchmark import Case, Geometry, Load, versions
 from turboquant.kernels import choose_kernels
 from turboquant.score import HybridScorer, QueryGroup
 
@@ -51,7 +52,7 @@ BLOCK = 32  # tokens of a compressed page
 WINDOW = 128  # exact tokens
 ENGINE_CONTENDERS = "bf16,fp8,k4v4,k3v2"
 ENGINE_SHAPES = "1x131072,1x32768,16x32768,64x4096"
-QUALITY_CONTENDERS = "fp8,k4v4,calibrated-k4v4,calibrated-k3v2,calibrated-k2v2"
+QUALITY_CONTENDERS = "fp8,k4v4,k3v2,k2v2,k4v4+calibration=none"
 CALLS, REPLAYS = 10, 7
 LAYERS = 8  # attention calls that Python launches one after the other, as the layers of a step are
 CHECKED_REQUESTS = 1
@@ -514,7 +515,7 @@ def quality(arguments: argparse.Namespace) -> None:
     models, names = arguments.models or [str(smollm2())], arguments.contenders.split(",")
     for name in names:
         forcing.check_contender(name)
-    report: dict[str, Any] = {"command": own_command(), "rows": [], "failed": []}
+    report: dict[str, Any] = {"command": own_command(), **versions(), "rows": [], "failed": []}
     with tempfile.TemporaryDirectory() as folder, tqdm(total=len(models) * len(arguments.contexts)) as bar:
         for model in models:
             for context in arguments.contexts:
@@ -523,7 +524,7 @@ def quality(arguments: argparse.Namespace) -> None:
                 bar.update()
                 write_report(arguments.json, report)
     for row in report["rows"]:
-        print(f"{row['model']:28} {row['context']:6} {row['contender']:16} {row['bits_with_window']:5.2f} bits", end="")
+        print(f"{row['model']:24} {row['context']:6} {row['contender']:24} {row['bits_with_window']:5.2f} bits", end="")
         print(f", KLD {row['mean_kld']:.5f} (99 %: {row['p99_kld']:.4f}), top-1 {row['top1']:.1%}", end="")
         print(f", perplexity x {row['ppl_ratio']:.4f}")
     for failed in report["failed"]:
@@ -539,50 +540,40 @@ def measure_quality(
     from transformers import AutoTokenizer
 
     texts = forcing.texts(AutoTokenizer.from_pretrained(model), context, arguments.texts)
-    prompt, output = context - arguments.forced, folder / "recorded.pt"
-    common: dict[str, Any] = {"model": model, "texts": texts, "prompt": prompt, "engine": json.loads(arguments.engine)}
-    reference = folder / "reference.pt"
-    run_quality(forcing.Case(forcing.REFERENCE, output=str(reference), **common), folder)
-    expected = torch.load(reference)
+    prompt = context - arguments.forced
     forced = torch.tensor([token for text in texts for token in text[prompt:]])
-    for name in names:
-        options = json.loads(arguments.options)
-        if name.startswith(forcing.CALIBRATED):
-            options["calibration"] = calibration(folder, model)
-        try:
-            stats = run_quality(forcing.Case(name, output=str(output), options=options, **common), folder)
-        except subprocess.CalledProcessError as error:
-            report["failed"].append({"model": Path(model).name, "contender": name, "reason": error.stderr})
+    cases = [
+        forcing.Case(name, model, texts, prompt, str(folder / f"{number}.pt"), arguments.dtype,
+                     json.loads(arguments.options), json.loads(arguments.engine))
+        for number, name in enumerate([forcing.REFERENCE, *names])
+    ]  # fmt: skip
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        reference, *found = pool.map(run_quality, cases)
+    if "failed" in reference:
+        raise SystemExit(f"the native cache of {model} failed: {reference['failed']}")
+    expected = torch.load(cases[0].output)
+    plain = reference["bytes_per_token"] * 2 / getattr(torch, arguments.dtype).itemsize
+    for case, stats in zip(cases[1:], found, strict=True):
+        head = {"model": Path(model).name, "dtype": case.dtype, "context": context, "contender": case.contender}
+        head["options"] = case.options
+        if "failed" in stats:
+            report["failed"].append(head | stats)
             continue
-        sizes = forcing.size(stats, context) if stats else {"bits_with_window": 8.0, "bits_per_element": 8.0}
-        options.pop("calibration", None)
-        head = {"model": Path(model).name, "context": context, "contender": name, "options": options}
-        report["rows"].append(head | sizes | forcing.compare(expected, torch.load(output), forced))
+        distance = forcing.compare(expected, torch.load(case.output), forced)
+        report["rows"].append(head | forcing.size(stats, plain, context) | distance)
 
 
-def run_quality(case: forcing.Case, folder: Path) -> dict[str, Any]:
-    """Run a case in a process of its own; its statistics."""
-    file = folder / "case.json"
+def run_quality(case: forcing.Case) -> dict[str, Any]:
+    """Run a case in a process of its own; its statistics, or {"failed": last lines of the log}."""
+    file = Path(case.output + ".case")
     forcing.save_case(case, file)
-    run_module(str(file))
+    done = subprocess.run(
+        [sys.executable, "-m", forcing.__name__, str(file)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-3:]}
     stats: dict[str, Any] = json.loads(Path(case.output + ".json").read_text())
     return stats
-
-
-def calibration(folder: Path, model: str) -> str:
-    """Calibration file of a model, made once."""
-    path = folder / f"{Path(model).name}.safetensors"
-    if not path.exists():
-        run_module("--calibrate", model, str(path))
-    return str(path)
-
-
-def run_module(*arguments: str) -> None:
-    """CalledProcessError with the last line of the log if it fails."""
-    command = [sys.executable, "-m", forcing.__name__, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise subprocess.CalledProcessError(done.returncode, command, stderr=done.stderr.strip().splitlines()[-1:])
 
 
 def plot_quality(report: dict[str, Any], path: Path) -> None:
@@ -712,7 +703,12 @@ def main() -> None:
     part.add_argument("--plot", type=Path, help="PNG; needs matplotlib")
     part = commands.add_parser("quality", help="distance from the native cache, on the decode path")
     part.add_argument("--models", nargs="+", help="folders with models; without it, the demo model")
-    part.add_argument("--contenders", default=QUALITY_CONTENDERS, help="fp8, presets, calibrated-PRESET")
+    part.add_argument(
+        "--contenders", default=QUALITY_CONTENDERS,
+        help="vLLM's cache dtypes, presets, and presets with options, as in k4v4+buffer_size=64+calibration=none",
+    )  # fmt: skip
+    part.add_argument("--dtype", default="float32", help="of the engines; a GPU needs float16 or bfloat16")
+    part.add_argument("--jobs", type=int, default=1, help="engines at a time")
     part.add_argument("--contexts", nargs="+", type=int, default=[1024, 4096])
     part.add_argument("--texts", type=int, default=4)
     part.add_argument("--forced", type=int, default=192, help="last tokens of a text, which are forced one by one")

@@ -39,10 +39,18 @@ def test_equal_engines_have_no_distance():
 
 
 def test_size_counts_the_exact_window():
-    stats = {"bytes_per_token_compressed": 272, "bytes_per_token_bf16": 1024, "exact_tokens_per_request": 128}
-    found = quality.size(stats, 1024)
+    stats = {"bytes_per_token": 272, "exact_tokens": 128}
+    found = quality.size(stats, 1024, 1024)
     assert found["bits_per_element"] == 4.25 and found["bits_with_window"] == pytest.approx(4.25 + 2)
-    assert quality.size(stats, 64)["smaller_than_bf16"] < 1  # all of a short context is exact
+    assert quality.size(stats, 1024, 64)["smaller_than_bf16"] < 1  # all of a short context is exact
+
+
+def test_contenders_bring_their_own_options():
+    case = quality.Case(
+        "k4v4+buffer_size=64+calibration=none", "m", [list(range(40))], 30, "o", options={"buffer_size": 0, "seed": 3}
+    )
+    assert case.preset == "k4v4" and case.all_options == {"buffer_size": 64, "calibration": "none", "seed": 3}
+    assert quality.Case("turboquant_4bit_nc", "m", [list(range(40))], 30, "o").preset is None
 
 
 def test_texts_are_prose_and_code_by_turns():
@@ -61,6 +69,8 @@ def test_texts_are_prose_and_code_by_turns():
     ("changed", "said"),
     [
         ({"contender": "k4v5"}, "did you mean 'k4v4'"),
+        ({"contender": "fp8+buffer_size=3"}, "unknown contender"),
+        ({"contender": "k4v4+bufer_size=3"}, "did you mean 'buffer_size'"),
         ({"prompt": 40}, "less than every text has"),
         ({"prompt": 3}, f"{quality.KEY_TOKENS} tokens or more"),
         ({"texts": [list(range(40)), list(range(40))]}, "start with the same"),

@@ -771,6 +771,16 @@ def pool_tokens(vllm_config: Any) -> int:
     return (cache.num_gpu_blocks or 0) * cache.block_size
 
 
+def cached_token_bytes(runner: Any) -> float:
+    """Bytes of a token's pages in all layers of a worker, whatever its cache dtype; its full length in every layer.
+
+    A spec of different layers (`kv_cache_specs`) counts them together; checked on 0.26.0 and 0.32.0.
+    """
+    groups = [(group.kv_cache_spec, group.layer_names) for group in runner.kv_cache_config.kv_cache_groups]
+    pages = [(s, s.page_size_bytes * (1 if hasattr(s, "kv_cache_specs") else len(names))) for s, names in groups]
+    return float(sum(page / spec.block_size for spec, page in pages))
+
+
 def max_batch(vllm_config: Any) -> int:
     """Rows that a step's metadata can have: graphs are captured for padded batches."""
     sizes = vllm_config.compilation_config.cudagraph_capture_sizes or [0]

@@ -2,11 +2,9 @@
 log-probabilities that the engine had for each next token are compared with those of its native cache.
 
     python -m turboquant.integration.quality CASE.json
-    python -m turboquant.integration.quality --calibrate MODEL FILE
 
-runs one engine and writes what it had to a file, or calibrates a model.  Prompts are prefilled exactly as ever, so that
-a forced token reads what the cache holds of everything before it; log-probabilities of prompts would not touch the
-cache's codec at all.
+runs one engine and writes what it had to a file.  Prompts are prefilled exactly as ever, so that a forced token reads
+what the cache holds of everything before it; log-probabilities of prompts would not touch the cache's codec at all.
 """
 
 import argparse
@@ -22,11 +20,11 @@ from typing import Any
 
 import torch
 
-from turboquant.config import PRESETS, choice_error
-from turboquant.integration.engine_benchmark import greedy
+from turboquant.config import PRESETS, TurboQuantConfig, choice_error
+from turboquant.integration import compat
+from turboquant.integration.engine_benchmark import NATIVE_DTYPES, greedy
 
 REFERENCE = "native"
-CALIBRATED = "calibrated-"
 KEY_TOKENS = 24  # first tokens of a text, by which its request is recognised
 CODE = (argparse, tarfile, codecs)
 ROWS = 256  # log-probabilities that are compared at a time
@@ -36,8 +34,9 @@ ROWS = 256  # log-probabilities that are compared at a time
 class Case:
     """One engine and what it is made to say.
 
-    texts: token ids, the first `prompt` of which are prefilled and the rest forced; options: of turboquant; engine:
-    of vllm.LLM; output: file for the log-probabilities.
+    contender: native, a cache dtype of vLLM's, or a preset with options, as in k4v4+buffer_size=64+calibration=none;
+    texts: token ids, the first `prompt` of which are prefilled and the rest forced; options: of turboquant, unless the
+    contender's own say otherwise; engine: of vllm.LLM; output: file for the log-probabilities.
     """
 
     contender: str
@@ -63,14 +62,27 @@ class Case:
 
     @property
     def preset(self) -> str | None:
-        name = self.contender.removeprefix(CALIBRATED)
+        name = self.contender.split("+")[0]
         return name if name in PRESETS else None
+
+    @property
+    def all_options(self) -> dict[str, Any]:
+        return self.options | own_options(self.contender)
 
 
 def check_contender(name: str) -> None:
-    allowed = (REFERENCE, "fp8", *PRESETS, *(CALIBRATED + preset for preset in PRESETS))
-    if name not in allowed:
+    allowed = (REFERENCE, *NATIVE_DTYPES, *PRESETS)
+    preset, *_ = name.split("+")
+    if (name if preset not in PRESETS else preset) not in allowed:
         raise choice_error("contender", name, allowed)
+    if preset in PRESETS:
+        TurboQuantConfig.from_options(preset, **own_options(name))
+
+
+def own_options(contender: str) -> dict[str, Any]:
+    """ "k4v4+buffer_size=64+calibration=none" -> {"buffer_size": 64, "calibration": "none"}"""
+    pairs = [part.partition("=") for part in contender.split("+")[1:]]
+    return {name: int(value) if value.isdigit() else value for name, _, value in pairs}
 
 
 def texts(tokenizer: Any, length: int, count: int) -> list[list[int]]:
@@ -108,6 +120,9 @@ class ForcingExtension:
 
         sampler.forward = forward
 
+    def tqq_token_bytes(self) -> float:
+        return compat.cached_token_bytes(self.model_runner)
+
     def tqq_save(self, path: str) -> int:
         """Write the log-probabilities, float32 [forced tokens, vocabulary], text after text; returns their number."""
         recorded = self._tqq_recorder.result()
@@ -136,23 +151,23 @@ class Recorder:
         return torch.stack([self.recorded[place] for place in sorted(self.recorded)])
 
 
-def run(case: Case) -> dict[str, Any]:
-    """Run the engine and write the file; returns the statistics of the native route, {} without it."""
+def run(case: Case) -> dict[str, float]:
+    """Run the engine and write the file; returns bytes per token and the exact tokens of a request."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     from turboquant import enable_no_alloc
 
     if case.preset:
-        enable_no_alloc(case.preset, **case.options)
+        enable_no_alloc(case.preset, **case.all_options)
     length = max(len(text) for text in case.texts)
     arguments: dict[str, Any] = {
         "dtype": case.dtype, "max_model_len": length + 1, "max_num_seqs": len(case.texts), "enforce_eager": True,
-        "async_scheduling": False, "skip_tokenizer_init": True, "enable_prefix_caching": False,
+        "async_scheduling": False, "enable_prefix_caching": False,
         "worker_extension_cls": f"{__name__}.ForcingExtension",
     }  # fmt: skip
-    if case.contender == "fp8":
-        arguments["kv_cache_dtype"] = "fp8"
+    if case.contender in NATIVE_DTYPES:
+        arguments["kv_cache_dtype"] = case.contender
     llm = LLM(case.model, **arguments | case.engine)
     llm.collective_rpc("tqq_force", args=(case.texts,))
     prompts: Any = [{"prompt_token_ids": text[: case.prompt]} for text in case.texts]
@@ -161,20 +176,8 @@ def run(case: Case) -> dict[str, Any]:
     written = llm.collective_rpc("tqq_save", args=(case.output,))[0]
     if written != case.forced:
         raise RuntimeError(f"recorded {written} tokens of {case.forced}")
-    if not case.preset:
-        return {}
-    stats = dict(llm.collective_rpc("tq_stats")[0])
-    itemsize = getattr(torch, case.dtype).itemsize
-    return stats | {"bytes_per_token_bf16": stats["bytes_per_token_native"] * 2 // itemsize}
-
-
-def calibrate_model(model: str, path: str) -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
-    from turboquant import calibrate
-
-    calibrate(LLM(model, dtype="float32", max_model_len=2048, max_num_seqs=4, enforce_eager=True), path)
+    exact = llm.collective_rpc("tq_stats")[0]["exact_tokens_per_request"] if case.preset else 0
+    return {"bytes_per_token": llm.collective_rpc("tqq_token_bytes")[0], "exact_tokens": exact}
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------
@@ -197,10 +200,13 @@ def compare(reference: torch.Tensor, tested: torch.Tensor, forced: torch.Tensor)
     }  # fmt: skip
 
 
-def size(stats: dict[str, Any], context: int) -> dict[str, float]:
-    """Bytes per token of the pages and, with the exact tokens' blocks, of a request of `context`; times below bf16."""
-    packed, plain = stats["bytes_per_token_compressed"], stats["bytes_per_token_bf16"]
-    whole = packed + min(stats["exact_tokens_per_request"], context) / context * plain
+def size(stats: dict[str, float], plain: float, context: int) -> dict[str, float]:
+    """Bytes per token of the pages and, with the exact tokens' blocks, of a request of `context`; times below bf16.
+
+    stats: of `run`; plain: bytes of a token in bf16.
+    """
+    packed = stats["bytes_per_token"]
+    whole = packed + min(stats["exact_tokens"], context) / context * plain
     return {
         "bytes_per_token": packed, "bits_per_element": 16 * packed / plain,
         "bits_with_window": 16 * whole / plain, "smaller_than_bf16": plain / whole,
@@ -208,8 +214,6 @@ def size(stats: dict[str, Any], context: int) -> dict[str, float]:
 
 
 def main() -> None:
-    if sys.argv[1] == "--calibrate":
-        return calibrate_model(*sys.argv[2:])
     case = Case(**json.loads(Path(sys.argv[1]).read_text()))
     stats = run(case)
     Path(case.output + ".json").write_text(json.dumps(stats))

@@ -516,12 +516,11 @@ def quality(arguments: argparse.Namespace) -> None:
     for name in names:
         forcing.check_contender(name)
     report: dict[str, Any] = {"command": own_command(), **versions(), "rows": [], "failed": []}
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(models) * len(arguments.contexts)) as bar:
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(models) * (len(names) + 1)) as bar:
         for model in models:
-            for context in arguments.contexts:
-                bar.set_description(f"{Path(model).name} {context}")
-                measure_quality(arguments, Path(folder), model, context, names, report)
-                bar.update()
+            bar.set_description(Path(model).name)
+            for kind, row in measure_quality(arguments, Path(folder), model, names, bar):
+                report[kind].append(row)
                 write_report(arguments.json, report)
     for row in report["rows"]:
         print(f"{row['model']:24} {row['context']:6} {row['contender']:24} {row['bits_with_window']:5.2f} bits", end="")
@@ -534,33 +533,47 @@ def quality(arguments: argparse.Namespace) -> None:
 
 
 def measure_quality(
-    arguments: argparse.Namespace, folder: Path, model: str, context: int, names: list[str], report: dict[str, Any]
-) -> None:
-    """Rows of one model and context."""
+    arguments: argparse.Namespace, folder: Path, model: str, names: list[str], bar: Any
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("rows" or "failed", row) of one model: texts of all contexts run in the same engine."""
     from transformers import AutoTokenizer
 
-    texts = forcing.texts(AutoTokenizer.from_pretrained(model), context, arguments.texts)
-    prompt = context - arguments.forced
-    forced = torch.tensor([token for text in texts for token in text[prompt:]])
+    texts = forcing.texts(AutoTokenizer.from_pretrained(model), arguments.contexts, arguments.texts)
     cases = [
-        forcing.Case(name, model, texts, prompt, str(folder / f"{number}.pt"), arguments.dtype,
+        forcing.Case(name, model, texts, arguments.forced, str(folder / f"{number}.pt"), arguments.dtype,
                      json.loads(arguments.options), json.loads(arguments.engine))
         for number, name in enumerate([forcing.REFERENCE, *names])
     ]  # fmt: skip
+
+    itemsize = getattr(torch, arguments.dtype).itemsize
+
+    def run(case: forcing.Case) -> dict[str, Any]:
+        found = run_quality(case)
+        bar.update()
+        return found
+
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        reference, *found = pool.map(run_quality, cases)
-    if "failed" in reference:
-        raise SystemExit(f"the native cache of {model} failed: {reference['failed']}")
-    expected = torch.load(cases[0].output)
-    plain = reference["bytes_per_token"] * 2 / getattr(torch, arguments.dtype).itemsize
-    for case, stats in zip(cases[1:], found, strict=True):
-        head = {"model": Path(model).name, "dtype": case.dtype, "context": context, "contender": case.contender}
-        head["options"] = case.options
-        if "failed" in stats:
-            report["failed"].append(head | stats)
-            continue
-        distance = forcing.compare(expected, torch.load(case.output), forced)
-        report["rows"].append(head | forcing.size(stats, plain, context) | distance)
+        found = pool.map(run, cases)
+        reference = next(found)
+        if "failed" in reference:
+            raise SystemExit(f"the native cache of {model} failed: {reference['failed']}")
+        expected, plain = torch.load(cases[0].output, mmap=True), reference["bytes_per_token"] * 2 / itemsize
+        for case, stats in zip(cases[1:], found, strict=True):
+            head = {
+                "model": Path(model).name,
+                "dtype": case.dtype,
+                "contender": case.contender,
+                "options": case.options,
+            }
+            if "failed" in stats:
+                yield "failed", head | stats
+                continue
+            recorded, rows = torch.load(case.output, mmap=True), arguments.forced * arguments.texts
+            for number, context in enumerate(arguments.contexts):
+                part = slice(number * rows, (number + 1) * rows)
+                distance = forcing.compare(expected[part], recorded[part], case.forced_tokens()[part])
+                yield "rows", head | {"context": context} | forcing.size(stats, plain, context) | distance
+            Path(case.output).unlink()
 
 
 def run_quality(case: forcing.Case) -> dict[str, Any]:

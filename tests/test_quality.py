@@ -47,10 +47,10 @@ def test_size_counts_the_exact_window():
 
 def test_contenders_bring_their_own_options():
     case = quality.Case(
-        "k4v4+buffer_size=64+calibration=none", "m", [list(range(40))], 30, "o", options={"buffer_size": 0, "seed": 3}
+        "k4v4+buffer_size=64+calibration=none", "m", [list(range(40))], 10, "o", options={"buffer_size": 0, "seed": 3}
     )
     assert case.preset == "k4v4" and case.all_options == {"buffer_size": 64, "calibration": "none", "seed": 3}
-    assert quality.Case("turboquant_4bit_nc", "m", [list(range(40))], 30, "o").preset is None
+    assert quality.Case("turboquant_4bit_nc", "m", [list(range(40))], 10, "o").preset is None
 
 
 def test_texts_are_prose_and_code_by_turns():
@@ -58,11 +58,13 @@ def test_texts_are_prose_and_code_by_turns():
         def encode(self, text):
             return text.split()
 
-    found = quality.texts(Words(), 50, 4)
+    found = quality.texts(Words(), [50], 4)
     assert [len(text) for text in found] == [50] * 4 and len({tuple(text) for text in found}) == 4
     assert found[1] == Path(quality.CODE[0].__file__).read_text().split()[:50] and found[0] != found[2]
     with pytest.raises(ValueError, match="more than there are"):
-        quality.texts(Words(), 10**6, 2)
+        quality.texts(Words(), [50, 10**6], 2)
+    lengths = [len(text) for text in quality.texts(Words(), [50, 60], 2)]
+    assert lengths == [50, 50, 60, 60]
 
 
 @pytest.mark.parametrize(
@@ -71,13 +73,13 @@ def test_texts_are_prose_and_code_by_turns():
         ({"contender": "k4v5"}, "did you mean 'k4v4'"),
         ({"contender": "fp8+buffer_size=3"}, "unknown contender"),
         ({"contender": "k4v4+bufer_size=3"}, "did you mean 'buffer_size'"),
-        ({"prompt": 40}, "less than every text has"),
-        ({"prompt": 3}, f"{quality.KEY_TOKENS} tokens or more"),
+        ({"forced": 0}, "must be positive"),
+        ({"forced": 37}, f"leave {quality.KEY_TOKENS} tokens of every text"),
         ({"texts": [list(range(40)), list(range(40))]}, "start with the same"),
     ],
 )
 def test_cases_that_cannot_be_run(changed, said):
-    given = {"contender": "k4v4", "model": "m", "texts": [list(range(40))], "prompt": 30, "output": "o"}
-    assert quality.Case(**given).forced == 10
+    given = {"contender": "k4v4", "model": "m", "texts": [list(range(40))], "forced": 10, "output": "o"}
+    assert quality.Case(**given).forced_tokens().tolist() == list(range(30, 40))
     with pytest.raises(ValueError, match=said):
         quality.Case(**given | changed)

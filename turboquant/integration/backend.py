@@ -39,6 +39,7 @@ from turboquant.store import CompressedBlockStore
 
 logger = logging.getLogger("turboquant")
 PREFERRED_BLOCK = 32  # tokens of a page where nobody asked for a size
+MOST_OF_MEMORY = 0.25  # of the cache that one request's exact tokens may take
 MAX_GRAPH_QUERY = 16  # query rows of a request that the fast decode serves
 
 
@@ -320,14 +321,17 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             return compat.outside_pools(self.host.device, build)
 
     def _plan_memory(self, dtype: torch.dtype) -> LayerMemory:
-        """Windows of all requests that may run, or of as many as the ring's share of the memory holds."""
+        """Windows of all requests that may run, or of as many as the ring's share of the memory holds.
+
+        One request's at least, unless that alone took more than MOST_OF_MEMORY: where memory is short, few run.
+        """
         host, window, sinks = self.host, self.config.buffer_size, self.config.sink_size
         token_bytes = 2 * self.num_kv_heads * self.head_size * dtype.itemsize
+        all_entries = host.cache_budget / (host.num_layers * token_bytes * host.block_size)
         blocks = exact_blocks(window, sinks, host.block_size)
-        most = int(self.config.ring_share * host.cache_budget / (host.num_layers * token_bytes * host.block_size))
-        entries = min(blocks * host.limits.requests, most)
-        if entries < blocks:
+        if blocks > MOST_OF_MEMORY * all_entries:
             return LayerMemory(0, 0, 0)
+        entries = min(blocks * host.limits.requests, max(blocks, int(self.config.ring_share * all_entries)))
         return LayerMemory(window, sinks, entries * host.block_size)
 
     def cache_on(self, ring: ExactRing, pages: torch.Tensor) -> LayerCache:
@@ -550,6 +554,7 @@ def stats(vllm_config: Any) -> dict[str, Any]:
         "calibrated_layers": sum(layer.impl.transform is not None for layer in owners),
         "window": first.ring.window,
         "sinks": first.ring.sinks,
+        "exact_tokens_asked": first.config.sink_size + first.config.buffer_size,
         "exact_tokens_per_request": first.ring.tokens_per_request,
         "ring_tokens": first.memory.ring_tokens,
         "ring_bytes": sum(layer.impl.recent.nbytes for layer in owners) + sum(g.ring.nbytes for g in groups),
@@ -569,4 +574,6 @@ def summary(vllm_config: Any) -> str:
         f"{found['capacity_tokens'] * packed // plain}, exact windows of {found['window']} tokens "
         f"({found['ring_bytes'] / 2**20:.1f} MiB for {found['ring_tokens']} tokens)"
     )
+    if not found["ring_tokens"] and found["exact_tokens_asked"]:
+        text += "; the cache is too small for exact tokens, so answers are less accurate"
     return text + "".join(f"; {name} native: {reason}" for name, reason in found["skipped"].items())

@@ -14,6 +14,7 @@ import os
 import pydoc_data.topics
 import sys
 import tarfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,14 @@ class Case:
     """One engine and what it is made to say.
 
     contender: native, a cache dtype of vLLM's, or a preset with options, as in k4v4+buffer_size=64+calibration=none;
-    texts: token ids, the first `prompt` of which are prefilled and the rest forced; options: of turboquant, unless the
-    contender's own say otherwise; engine: of vllm.LLM; output: file for the log-probabilities.
+    texts: token ids, the last `forced` of which are forced and those before prefilled; options: of turboquant, unless
+    the contender's own say otherwise; engine: of vllm.LLM; output: file for the log-probabilities.
     """
 
     contender: str
     model: str
     texts: list[list[int]]
-    prompt: int
+    forced: int
     output: str
     dtype: str = "float32"
     options: dict[str, Any] = field(default_factory=dict)
@@ -50,15 +51,14 @@ class Case:
 
     def __post_init__(self) -> None:
         check_contender(self.contender)
-        if any(len(text) <= self.prompt or self.prompt < KEY_TOKENS for text in self.texts):
-            raise ValueError(f"prompt={self.prompt} must be {KEY_TOKENS} tokens or more, and less than every text has")
+        if self.forced < 1 or any(len(text) < self.forced + KEY_TOKENS for text in self.texts):
+            raise ValueError(f"forced={self.forced} must be positive and leave {KEY_TOKENS} tokens of every text")
         if len({tuple(text[:KEY_TOKENS]) for text in self.texts}) < len(self.texts):
             raise ValueError(f"two texts start with the same {KEY_TOKENS} tokens")
 
-    @property
-    def forced(self) -> int:
-        """Tokens that are forced, in all."""
-        return sum(len(text) - self.prompt for text in self.texts)
+    def forced_tokens(self) -> torch.Tensor:
+        """int64 [texts * forced], text after text."""
+        return torch.tensor([token for text in self.texts for token in text[-self.forced :]])
 
     @property
     def preset(self) -> str | None:
@@ -85,18 +85,19 @@ def own_options(contender: str) -> dict[str, Any]:
     return {name: int(value) if value.isdigit() else value for name, _, value in pairs}
 
 
-def texts(tokenizer: Any, length: int, count: int) -> list[list[int]]:
-    """Token ids [count][length]: by turns prose from Python's documentation and code from its library."""
+def texts(tokenizer: Any, lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Token ids, `count` texts of each length: by turns prose from Python's documentation and code from its library."""
     topics = pydoc_data.topics.topics
     prose = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
     code = tokenizer.encode("\n".join(Path(str(m.__file__)).read_text(encoding="utf-8") for m in CODE))
-    found = []
-    for number in range(count):
-        source = (prose, code)[number % 2]
-        start = (number // 2) * length
-        if start + length > len(source):
-            raise ValueError(f"{count} texts of {length} tokens are more than there are")
-        found.append(source[start : start + length])
+    sources, found = [prose, code], []
+    for length in lengths:
+        for number in range(count):
+            source = sources[number % 2]
+            if length > len(source):
+                raise ValueError(f"{count} texts of each of {list(lengths)} tokens are more than there are")
+            found.append(source[:length])
+            sources[number % 2] = source[length:]
     return found
 
 
@@ -114,7 +115,7 @@ class ForcingExtension:
         def forward(logits: torch.Tensor, sampling_metadata: Any, **options: Any) -> Any:
             output = original(sampler, logits, sampling_metadata, **options)
             known = [int(n) for n in batch.num_tokens_no_spec[: len(logits)]]
-            starts = [tuple(map(int, row)) for row in batch.token_ids_cpu[: len(logits), :KEY_TOKENS]]
+            starts = [tuple(row) for row in batch.token_ids_cpu[: len(logits), :KEY_TOKENS].tolist()]
             output.sampled_token_ids[:, 0] = torch.tensor(recorder.step(starts, known, logits))
             return output
 
@@ -135,7 +136,7 @@ class Recorder:
 
     def __init__(self, forced: list[list[int]]):
         self.forced = {tuple(text[:KEY_TOKENS]): (number, text) for number, text in enumerate(forced)}
-        self.recorded: dict[tuple[int, int], torch.Tensor] = {}
+        self.recorded: dict[tuple[int, int], torch.Tensor] = {}  # stays on the device: copies would wait for it
 
     def step(self, starts: list[tuple[int, ...]], known: list[int], logits: torch.Tensor) -> list[int]:
         """Of a step's requests: their first tokens, how many are known, and logits [n, vocabulary]."""
@@ -143,17 +144,17 @@ class Recorder:
         for start, count, row in zip(starts, known, logits, strict=True):
             number, text = self.forced[start]
             # A chunk that does not end the prompt is recorded too, and overwritten by the one that does.
-            self.recorded[number, count] = row.float().log_softmax(-1).cpu()
+            self.recorded[number, count] = row.float().log_softmax(-1)
             tokens.append(text[count] if count < len(text) else text[-1])
         return tokens
 
     def result(self) -> torch.Tensor:
-        return torch.stack([self.recorded[place] for place in sorted(self.recorded)])
+        return torch.stack([self.recorded[place].cpu() for place in sorted(self.recorded)])
 
 
 def run(case: Case) -> dict[str, float]:
     """Run the engine and write the file; returns bytes per token and the exact tokens of a request."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     from vllm import LLM
 
     from turboquant import enable_no_alloc
@@ -170,12 +171,11 @@ def run(case: Case) -> dict[str, float]:
         arguments["kv_cache_dtype"] = case.contender
     llm = LLM(case.model, **arguments | case.engine)
     llm.collective_rpc("tqq_force", args=(case.texts,))
-    prompts: Any = [{"prompt_token_ids": text[: case.prompt]} for text in case.texts]
-    params = [greedy(len(text) - case.prompt) for text in case.texts]
-    llm.generate(prompts, params, use_tqdm=False)
-    written = llm.collective_rpc("tqq_save", args=(case.output,))[0]
-    if written != case.forced:
-        raise RuntimeError(f"recorded {written} tokens of {case.forced}")
+    prompts: Any = [{"prompt_token_ids": text[: -case.forced]} for text in case.texts]
+    llm.generate(prompts, greedy(case.forced), use_tqdm=False)
+    written, expected = llm.collective_rpc("tqq_save", args=(case.output,))[0], case.forced * len(case.texts)
+    if written != expected:
+        raise RuntimeError(f"recorded {written} tokens of {expected}")
     exact = llm.collective_rpc("tq_stats")[0]["exact_tokens_per_request"] if case.preset else 0
     return {"bytes_per_token": llm.collective_rpc("tqq_token_bytes")[0], "exact_tokens": exact}
 
@@ -186,9 +186,10 @@ def compare(reference: torch.Tensor, tested: torch.Tensor, forced: torch.Tensor)
 
     KL divergence in nats of the tested from the reference; ppl_ratio of the forced tokens; top-1 agreement.
     """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     divergence, agree, surprise = [], [], []
-    for p, q, token in zip(reference.split(ROWS), tested.split(ROWS), forced.split(ROWS), strict=True):
-        p, q = p.double(), q.double()
+    for p, q, token in zip(reference.split(ROWS), tested.split(ROWS), forced.to(device).split(ROWS), strict=True):
+        p, q = p.to(device).double(), q.to(device).double()
         divergence.append((p.exp() * (p - q)).sum(-1))
         agree.append(p.argmax(-1) == q.argmax(-1))
         surprise.append((p - q).gather(1, token[:, None]).squeeze(1))

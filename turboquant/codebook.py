@@ -87,11 +87,22 @@ class Codebook:
 def load(dim: int, bits: int) -> Codebook:
     """The codebook of (dim, bits): read from the shipped file, or solved in memory when none is shipped."""
     _validate(dim, bits)
-    path = _shipped_file(dim)
-    if path is None:
-        return solve(dim, bits)
-    entry = json.loads(path.read_text())["books"][str(bits)]
-    return Codebook(dim, bits, tuple(entry["centroids"]), entry["mse"], entry["entropy"])
+    path = shipped_file(dim)
+    return solve(dim, bits) if path is None else read(path, bits)
+
+
+def read(path: Path, bits: int) -> Codebook:
+    """The codebook of a file; ValueError or KeyError if it holds none."""
+    stored = json.loads(path.read_text())
+    entry = stored["books"][str(bits)]
+    return Codebook(stored["dim"], bits, tuple(entry["centroids"]), entry["mse"], entry["entropy"])
+
+
+def shipped_file(dim: int) -> Path | None:
+    """A wheel carries the files inside the package, a source tree and an editable install next to it."""
+    folders = (Path(__file__).parent / "codebooks", _repository_folder())
+    paths = (folder / _file_name(dim) for folder in folders)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def solve(dim: int, bits: int) -> Codebook:
@@ -131,13 +142,6 @@ def _file_name(dim: int) -> str:
 
 def _repository_folder() -> Path:
     return Path(__file__).parent.parent / "codebooks"
-
-
-def _shipped_file(dim: int) -> Path | None:
-    """A wheel carries the files inside the package, a source tree and an editable install next to it."""
-    folders = (Path(__file__).parent / "codebooks", _repository_folder())
-    paths = (folder / _file_name(dim) for folder in folders)
-    return next((path for path in paths if path.is_file()), None)
 
 
 def _serialise(dim: int) -> str:

@@ -245,6 +245,21 @@ class LayerMemory:
     ring_tokens: int
 
 
+def plan_memory(config: TurboQuantConfig, host: compat.LayerHost, token_bytes: int) -> LayerMemory:
+    """Windows of all requests that may run, or of as many as the ring's share of the memory holds.
+
+    One request's at least, unless that alone took more than MOST_OF_MEMORY: where memory is short, few run.
+    token_bytes: of an exact token in one layer.
+    """
+    window, sinks = config.buffer_size, config.sink_size
+    all_entries = host.cache_budget / (host.num_layers * token_bytes * host.block_size)
+    blocks = exact_blocks(window, sinks, host.block_size)
+    if blocks > MOST_OF_MEMORY * all_entries:
+        return LayerMemory(0, 0, 0)
+    entries = min(blocks * host.limits.requests, max(blocks, int(config.ring_share * all_entries)))
+    return LayerMemory(window, sinks, entries * host.block_size)
+
+
 class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
     """Attention of one layer on compressed pages.
 
@@ -321,18 +336,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             return compat.outside_pools(self.host.device, build)
 
     def _plan_memory(self, dtype: torch.dtype) -> LayerMemory:
-        """Windows of all requests that may run, or of as many as the ring's share of the memory holds.
-
-        One request's at least, unless that alone took more than MOST_OF_MEMORY: where memory is short, few run.
-        """
-        host, window, sinks = self.host, self.config.buffer_size, self.config.sink_size
-        token_bytes = 2 * self.num_kv_heads * self.head_size * dtype.itemsize
-        all_entries = host.cache_budget / (host.num_layers * token_bytes * host.block_size)
-        blocks = exact_blocks(window, sinks, host.block_size)
-        if blocks > MOST_OF_MEMORY * all_entries:
-            return LayerMemory(0, 0, 0)
-        entries = min(blocks * host.limits.requests, max(blocks, int(self.config.ring_share * all_entries)))
-        return LayerMemory(window, sinks, entries * host.block_size)
+        return plan_memory(self.config, self.host, 2 * self.num_kv_heads * self.head_size * dtype.itemsize)
 
     def cache_on(self, ring: ExactRing, pages: torch.Tensor) -> LayerCache:
         store = CompressedBlockStore(

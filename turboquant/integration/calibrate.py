@@ -1,21 +1,21 @@
 """Gather the statistics of a running engine's keys and queries, and write its calibration file.
 
-turboquant.calibrate(llm, "model.safetensors")                   # on the text of the package
+turboquant.calibrate(llm, "model.safetensors")                   # on the text of the package, all over the context
 turboquant.calibrate(llm, "model.safetensors", ["my own text"])  # prompts, or lists of token ids
 TURBOQUANT=k4v4 TURBOQUANT_OPTIONS='{"calibration": "model.safetensors"}' vllm serve MODEL
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from turboquant.batch import AttentionBatch
-from turboquant.calibration import SINKS, Moments, sequences, text_ids
+from turboquant.calibration import SINKS, Moments
 from turboquant.codec import KeyTransform
-from turboquant.integration import compat
+from turboquant.integration import compat, selfcalibration
 from turboquant.integration.calibration_file import save_transforms
 
 logger = logging.getLogger("turboquant")
@@ -55,47 +55,73 @@ def beyond_sinks(batch: AttentionBatch) -> torch.Tensor:
     return torch.cat(rows).to(batch.seq_lens.device)
 
 
+def compressible(runner: Any) -> dict[str, Any]:
+    return {name: layer for name, layer in compat.all_layers(runner).items() if compat.native_reason(layer) is None}
+
+
+def measure(runner: Any) -> Figures:
+    """Figures of this worker's KV heads on the package's text; ValueError where the model cannot run by itself."""
+    if reason := compat.run_objection(runner.vllm_config):
+        raise ValueError(f"turboquant cannot run this model by itself ({reason}); give prompts to calibrate with")
+    layers = compressible(runner)
+    return as_figures({name: x for name, x in selfcalibration.measure(runner).items() if name in layers})
+
+
 def start(runner: Any) -> None:
     """Observe every layer that could be compressed, in this worker."""
-    layers = {n: x for n, x in compat.all_layers(runner).items() if compat.native_reason(x) is None}
-    runner.turboquant_observers = {name: Observer(layer) for name, layer in layers.items()}
+    runner.turboquant_observers = {name: Observer(layer) for name, layer in compressible(runner).items()}
 
 
 def finish(runner: Any) -> Figures:
-    """Stop observing; figures of this worker's KV heads, as lists, which every RPC can carry."""
+    """Stop observing; figures of this worker's KV heads."""
     observers: dict[str, Observer] = vars(runner).pop("turboquant_observers")
     for observer in observers.values():
         observer.remove()
-    found = {name: observer.moments.transform() for name, observer in observers.items()}
-    return {name: (transform.center.tolist(), transform.gain.tolist()) for name, transform in found.items()}
+    return as_figures({name: observer.moments.transform() for name, observer in observers.items()})
+
+
+def as_figures(transforms: Mapping[str, KeyTransform]) -> Figures:
+    """Transforms as lists, which every RPC can carry."""
+    return {name: (transform.center.tolist(), transform.gain.tolist()) for name, transform in transforms.items()}
 
 
 def calibrate(llm: Any, path: str | Path, prompts: Sequence[str | list[int]] | None = None) -> Path:
     """Write the calibration file of a `vllm.LLM`'s model; takes seconds.
 
-    prompts: texts or token ids like those that the model will see; default: a text of several kinds in the package.
-    The prefix cache is reset before and after, so that every prompt is computed, and none is kept.
+    prompts: texts or token ids like those that the model will see, and as long: what is measured holds for the
+    positions that they reach.  Default: a text of several kinds in the package, at positions all over the context.
     """
+    if prompts is not None and not prompts:
+        raise ValueError("prompts is empty; give texts or lists of token ids, or None for the package's text")
+    workers = call(llm, "tq_calibration_measure") if prompts is None else observe_prompts(llm, prompts)
+    model = llm.llm_engine.vllm_config.model_config
+    transforms, number = merge_workers(workers, model.get_total_num_kv_heads()), len(prompts or ())
+    logger.info("turboquant: calibrated %d layers with %s: %s", len(transforms), number or "the package's text", path)
+    return save_transforms(path, transforms, model=model.model, prompts=number)
+
+
+def call(llm: Any, method: str) -> list[Any]:
+    """Results of a worker method, one a worker; ValueError with the first worker's refusal."""
+    answers = llm.collective_rpc("tq_call", args=(method,))
+    for status, result in answers:
+        if status != "ok":
+            raise ValueError(result)
+    return [result for _, result in answers]
+
+
+def observe_prompts(llm: Any, prompts: Sequence[str | list[int]]) -> list[Figures]:
+    """Figures of every worker.  The prefix cache is reset, so that every prompt is computed, and none is kept."""
     from vllm import SamplingParams
 
-    batch = list(package_prompts(llm)) if prompts is None else [as_prompt(prompt) for prompt in prompts]
-    if not batch:
-        raise ValueError("prompts is empty; give texts or lists of token ids, or None for the package's text")
     llm.reset_prefix_cache()
     llm.collective_rpc("tq_calibration_start")
     try:
+        batch = [as_prompt(prompt) for prompt in prompts]
         llm.generate(batch, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     finally:
-        workers = llm.collective_rpc("tq_calibration_finish")
+        workers: list[Figures] = llm.collective_rpc("tq_calibration_finish")
         llm.reset_prefix_cache()
-    transforms = merge_workers(workers, llm.llm_engine.vllm_config.model_config.get_total_num_kv_heads())
-    logger.info("turboquant: calibrated %d layers with %d prompts: %s", len(transforms), len(batch), path)
-    return save_transforms(path, transforms, model=llm.llm_engine.vllm_config.model_config.model, prompts=len(batch))
-
-
-def package_prompts(llm: Any) -> Iterable[dict[str, list[int]]]:
-    most = llm.llm_engine.vllm_config.model_config.max_model_len - 1
-    return ({"prompt_token_ids": ids} for ids in sequences(text_ids(llm.get_tokenizer()), most))
+    return workers
 
 
 def as_prompt(prompt: str | list[int]) -> Any:

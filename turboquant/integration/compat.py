@@ -675,8 +675,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 # ---- native route: a model without a cache ---------------------------------------------------------------------
-def run_model(runner: Any, ids: list[int]) -> None:
-    """Run a loaded model over one sequence, as profiling does: without step metadata, and not compiled.
+def run_model(runner: Any, ids: list[int], first: int) -> None:
+    """Run a loaded model over one sequence at positions `first`, ..., as profiling does: no metadata, not compiled.
 
     What it takes (`set_forward_context` with `skip_compiled`, `get_model` and `_set_active_loras` of both runners, the
     pipeline's group) is in 0.26.0 to 0.33.0.
@@ -687,7 +687,7 @@ def run_model(runner: Any, ids: list[int]) -> None:
 
     config, stages = runner.vllm_config, get_pp_group()
     tokens = torch.tensor(ids, device=runner.device)
-    positions = torch.arange(len(ids), device=runner.device)
+    positions = torch.arange(first, first + len(ids), device=runner.device)
     if config.model_config.uses_mrope:
         positions = positions.expand(3, -1)
     if config.lora_config is not None:

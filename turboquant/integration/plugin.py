@@ -38,6 +38,10 @@ def tq_uninstall(self: Any) -> None:
     hooks.uninstall(self.model_runner)
 
 
+def tq_calibration_measure(self: Any) -> calibrate.Figures:
+    return calibrate.measure(self.model_runner)
+
+
 def tq_calibration_start(self: Any) -> None:
     calibrate.start(self.model_runner)
 
@@ -60,7 +64,8 @@ def tq_call(self: Any, method: str, *args: Any, **kwargs: Any) -> tuple[str, Any
 
 
 WORKER_METHODS = (
-    tq_install, tq_set_mode, tq_free, tq_stats, tq_uninstall, tq_calibration_start, tq_calibration_finish, tq_call
+    tq_install, tq_set_mode, tq_free, tq_stats, tq_uninstall, tq_calibration_measure, tq_calibration_start,
+    tq_calibration_finish, tq_call
 )  # fmt: skip
 
 

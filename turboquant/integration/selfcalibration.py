@@ -2,6 +2,10 @@
 
 The model runs over the package's text, piece by piece, with plain attention within the piece in the place of every
 layer's own: no cache and no scheduler are needed, and every rank measures the KV heads that it holds.
+
+Pieces lie at positions all over the context.  Rotary embeddings turn the mean key from one position to the next, so
+that a mean of the first 512 positions is wrong further on: keys of Qwen2.5-Coder at position 7000 lose twice, and at
+31000 three times as much with it as with one that was measured all over (issue 5).
 """
 
 import random
@@ -27,6 +31,7 @@ class PlainAttention:
         self.impl, self.target = layer.impl, target
         self.scale = compat.attention_parameters(layer).scale
         self.moments = Moments.empty(layer.num_kv_heads, layer.head_size)
+        self.replaced = vars(self.impl).get("forward")  # of hooks, where they are installed
         self.impl.forward = self.attend
 
     def attend(
@@ -45,6 +50,8 @@ class PlainAttention:
 
     def remove(self) -> None:
         del self.impl.forward
+        if self.replaced is not None:
+            self.impl.forward = self.replaced
 
 
 def measure(runner: Any) -> dict[str, KeyTransform]:
@@ -55,12 +62,30 @@ def measure(runner: Any) -> dict[str, KeyTransform]:
         target = getattr(layer, "kv_sharing_target_layer_name", None)
         standing[name] = PlainAttention(layer, standing[target] if target else None)
     try:
-        for piece in pieces(runner.vllm_config):
-            compat.run_model(runner, piece)
+        for piece, first in placed_pieces(runner.vllm_config):
+            compat.run_model(runner, piece, first)
     finally:
         for attention in standing.values():
             attention.remove()
     return {name: found.moments.transform() for name, found in standing.items() if found.moments.tokens}
+
+
+def first_positions(size: int, context: int) -> list[int]:
+    """Where pieces of `size` tokens start: at 0, size, 2 size, 4 size, ... and at the end of `context` positions."""
+    last, doubled = max(0, context - size), [0, size]
+    while doubled[-1] < last:
+        doubled.append(2 * doubled[-1])
+    return [first for first in doubled if first < last] + [last]
+
+
+def placed_pieces(vllm_config: Any) -> list[tuple[list[int], int]]:
+    """(token ids, first position): every piece of the text, and every octave of the context."""
+    texts, context = pieces(vllm_config), vllm_config.model_config.max_model_len
+    starts = first_positions(len(texts[0]), context)
+    return [
+        (texts[i % len(texts)], min(starts[i % len(starts)], context - len(texts[i % len(texts)])))
+        for i in range(max(len(texts), len(starts)))
+    ]
 
 
 def pieces(vllm_config: Any) -> list[list[int]]:

@@ -10,6 +10,7 @@ README = ROOT / "README.md"
 LLAMA = (32, 8, 128)  # query heads, KV heads, head size
 HEADS = [LLAMA, (64, 8, 128), (16, 8, 128), (14, 2, 64), (32, 4, 256)]
 HEAD_SHAPES = [(1, 32768), (16, 32768), (64, 4096)]
+QUALITY = ("quality-smollm2", "quality-qwen")
 Table = Iterator[Iterable[str]]
 
 
@@ -76,7 +77,17 @@ def heads() -> Table:
             yield (f"{place[0]} on {place[1]} of {place[2]}, {q_rows}", *cells)
 
 
-TABLES: list[Callable[[], Table]] = [proof, engine, kernels, heads]
+def quality() -> Table:
+    yield ("model, cache", "context", "bits per number, with exact tokens", "KLD", "99 % below", "top-1")
+    for name in QUALITY:
+        for row in results(name)["rows"]:
+            cache = f"`{row['contender']}`" if row["contender"] != "fp8" else "fp8"
+            bits = f"{row['bits_per_element']:.2f}, {row['bits_with_window']:.2f}"
+            klds = (f"{row[key]:.4f}" for key in ("mean_kld", "p99_kld"))
+            yield (f"{row['model']}, {cache}", str(row["context"]), bits, *klds, f"{100 * row['top1']:.1f} %")
+
+
+TABLES: list[Callable[[], Table]] = [proof, quality, engine, kernels, heads]
 
 
 def markdown(table: Table) -> str:

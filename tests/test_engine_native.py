@@ -2,6 +2,7 @@
 
 import pytest
 from engine_helpers import alone, divergences, engine, generate, preemptions, prefix_hits, prompts
+from soak import LIMITS, soak
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
@@ -84,9 +85,7 @@ def test_outputs_stay_close_to_the_native_cache(llm, native):
 @pytest.fixture(scope="module")
 def busy():
     """A pool of 13 blocks for prompts of 32: requests wait, and running ones are preempted.  Chunks of 64."""
-    options = {"ring_share": 1.0}
-    limits = {"max_model_len": 320, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 14}
-    with engine("k4v4", options, **limits) as llm:
+    with engine("k4v4", {"ring_share": 1.0}, **LIMITS) as llm:
         yield llm
 
 
@@ -116,6 +115,13 @@ def test_no_request_sees_the_tokens_of_another(busy):
             others = {t for other in ids if other is not own for t in other} - set(own)
             assert not others & set(output.token_ids)
             assert set(own) & set(output.token_ids)  # the request does read its own history
+
+
+def test_random_traffic_leaks_nothing_and_drifts_nowhere(busy):
+    """The short form of `python tests/soak.py`."""
+    found = soak(busy, 15, words=WORDS[:5])
+    assert not found["failed"], found
+    assert found["finished"] >= 20
 
 
 def test_hooks_are_refused_where_pages_are_compressed_already(busy):

@@ -11,7 +11,7 @@ from turboquant.config import PRESETS
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from tables import results, with_tables  # noqa: E402
+from tables import QUALITY, results, with_tables  # noqa: E402
 
 
 def test_tables_are_what_the_results_say():
@@ -27,6 +27,11 @@ def test_a_missing_marker_is_named():
 @pytest.mark.parametrize("preset", ["k4v4", "k3v2"])
 def test_commands_of_the_proof_are_quoted(preset):
     assert f"`{results(f'proof-cpu-{preset}')['command']}`" in README.replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", QUALITY)
+def test_commands_of_the_quality_are_quoted(name):
+    assert f"`{results(name)['command']}`" in README
 
 
 @pytest.mark.parametrize("name", ["h200-engine", "h200-kernels", "h200-gqa", "h200-prefill"])

@@ -14,6 +14,7 @@ With x = sin(a) and the cell edges t the two integrals that Lloyd-Max needs are
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -38,6 +39,19 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)
 _LLOYD_SWEEPS, _NEWTON_STEPS = 100, 40
 
 Array = NDArray[np.float64]
+
+
+# Of the shipped files: a page decodes to something else with other centroids.
+SHA256 = {
+    64: "f7d270bbc43fdd9c7b4c03dd4fdfa97b2f2ffe76a036ce2839fc3830cca93df2",
+    80: "03de30290bce0785d6cf9d0cabe61118880a152f61bb7ec0a17cbee1607bc453",
+    96: "f2820d162a91608b26cc0aa38d497e38262098c2834a0a48e19c13881ea0d85b",
+    112: "d8807d25bef01a7386246178dca1b17516b68046532860a610b0b1a536e5b2b7",
+    128: "3b79a9e739e978e40c9e76c0ed762889765fb918696f28e79c031a52ff28b1ba",
+    192: "a64003409d2323383e863660f4d07eb9b064b1686e2323ca8f8cfcb07b667bc3",
+    256: "1ddd187d05af0022cd90ea92b7c134a5412e628290d3f753a753e65ffdd0e604",
+    576: "939d1b5827ebf9d201f78acc727819599c6bcc3b72a54ba812082425420d9347",
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,13 @@ class Codebook:
     mse: float
     entropy: float
 
+    def __post_init__(self) -> None:
+        if len(self.centroids) != 1 << self.bits:
+            raise ValueError(f"{len(self.centroids)} centroids, {1 << self.bits} are needed")
+        numbers = all(isinstance(c, float) for c in self.centroids)
+        if not numbers or not np.all(np.diff(self.centroids) > 0):  # also where one is NaN
+            raise ValueError(f"centroids={self.centroids} must be numbers that ascend")
+
     @cached_property
     def grid(self) -> Grid:
         """The centroids rounded to 128 integer levels, which byte lookups and integer tensor cores hold exactly."""
@@ -88,14 +109,24 @@ def load(dim: int, bits: int) -> Codebook:
     """The codebook of (dim, bits): read from the shipped file, or solved in memory when none is shipped."""
     _validate(dim, bits)
     path = shipped_file(dim)
-    return solve(dim, bits) if path is None else read(path, bits)
+    if path is None:
+        return solve(dim, bits)
+    book = read(path, bits)
+    if book.dim != dim:
+        raise ValueError(f"codebook file {path} is for head size {book.dim}, not {dim}")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != SHA256.get(dim):
+        raise ValueError(f"codebook file {path} has other centroids than were shipped: pages would decode to others")
+    return book
 
 
 def read(path: Path, bits: int) -> Codebook:
-    """The codebook of a file; ValueError or KeyError if it holds none."""
-    stored = json.loads(path.read_text())
-    entry = stored["books"][str(bits)]
-    return Codebook(stored["dim"], bits, tuple(entry["centroids"]), entry["mse"], entry["entropy"])
+    """The codebook of a file; ValueError if it holds none."""
+    try:
+        stored = json.loads(path.read_text())
+        entry = stored["books"][str(bits)]
+        return Codebook(stored["dim"], bits, tuple(entry["centroids"]), entry["mse"], entry["entropy"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"codebook file {path} holds no codebook of {bits} bits: {error}") from None
 
 
 def shipped_file(dim: int) -> Path | None:

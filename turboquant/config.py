@@ -90,6 +90,9 @@ def parse_mode(mode: "Mode | str") -> Mode:
     return Mode(name)
 
 
+MOST_CANDIDATES = 99  # more pre-scales than that gain nothing
+
+
 @dataclass(frozen=True)
 class TurboQuantConfig:
     """Codec, ring and layer choices; validated on construction.
@@ -124,6 +127,8 @@ class TurboQuantConfig:
     calibration: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.skip_layers, list | tuple) or not all(map(is_int, self.skip_layers)):
+            raise ValueError(f"skip_layers={self.skip_layers!r} must be a list of integers, such as [0, -1]")
         object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
         self._check_codec()
         self._check_sizes()
@@ -136,7 +141,7 @@ class TurboQuantConfig:
             raise choice_error("key_quantizer", self.key_quantizer, KEY_QUANTIZERS)
         if self.key_quantizer == "prod" and self.key_bits == 8:
             raise ValueError("key_bits=8 are fp8 keys, which have no key_quantizer='prod'; allowed: 2, 3, 4")
-        if self.value_quantizer not in VALUE_BITS:
+        if not isinstance(self.value_quantizer, str) or self.value_quantizer not in VALUE_BITS:
             raise choice_error("value_quantizer", self.value_quantizer, VALUE_BITS)
         if not is_int(self.value_bits) or self.value_bits not in VALUE_BITS[self.value_quantizer]:
             allowed = VALUE_BITS[self.value_quantizer]
@@ -150,12 +155,14 @@ class TurboQuantConfig:
         for name in ("buffer_size", "sink_size", "initial_layers_count", "shadow_interval", "seed"):
             if not is_int(getattr(self, name)) or getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be an integer of at least 0")
-        if not 0 < self.ring_share <= 1:
+        if not isinstance(self.ring_share, int | float) or self.ring_share is True or not 0 < self.ring_share <= 1:
             raise ValueError(f"ring_share={self.ring_share!r} must be above 0 and at most 1")
         if not is_int(self.value_group) or self.value_group not in VALUE_GROUPS:
             raise ValueError(f"value_group={self.value_group!r} is not supported; allowed: {VALUE_GROUPS}")
-        if not is_int(self.scale_candidates) or self.scale_candidates < 1 or self.scale_candidates % 2 == 0:
-            raise ValueError(f"scale_candidates={self.scale_candidates!r} must be odd and at least 1")
+        if not is_int(self.scale_candidates) or self.scale_candidates not in range(1, MOST_CANDIDATES + 1, 2):
+            raise ValueError(
+                f"scale_candidates={self.scale_candidates!r} must be odd, at least 1 and at most {MOST_CANDIDATES}"
+            )
 
     @classmethod
     def from_options(cls, preset: str | None = None, **options: Any) -> "TurboQuantConfig":
@@ -164,7 +171,7 @@ class TurboQuantConfig:
         for name in options:
             if name not in known:
                 raise choice_error("option", name, known)
-        if preset is not None and preset not in PRESETS:
+        if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
             raise choice_error("preset", preset, PRESETS)
         chosen = {name: value for name, value in options.items() if value is not None}
         return cls(**{**PRESETS[preset or DEFAULT_PRESET], **chosen})

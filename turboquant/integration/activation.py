@@ -64,8 +64,8 @@ def from_entry(entry: object) -> TurboQuantConfig:
 def enable(preset: str | None = None, **options: Any) -> TurboQuantConfig:
     """Ask for the native route in this process and in those that it starts."""
     config = from_entry({"preset": preset, **options})
-    os.environ[PRESET] = preset or config.name
-    os.environ[OPTIONS] = json.dumps(options)
+    text = json.dumps(options)  # fails before anything is set
+    os.environ[PRESET], os.environ[OPTIONS] = preset or config.name, text
     return config
 
 

@@ -68,12 +68,16 @@ def measure(runner: Any) -> Figures:
 
 
 def start(runner: Any) -> None:
-    """Observe every layer that could be compressed, in this worker."""
+    """Observe every layer that could be compressed, in this worker; ValueError if that is under way."""
+    if hasattr(runner, "turboquant_observers"):
+        raise ValueError("a calibration is under way already; finish it first")
     runner.turboquant_observers = {name: Observer(layer) for name, layer in compressible(runner).items()}
 
 
 def finish(runner: Any) -> Figures:
-    """Stop observing; figures of this worker's KV heads."""
+    """Stop observing; figures of this worker's KV heads.  ValueError if no calibration was started."""
+    if not hasattr(runner, "turboquant_observers"):
+        raise ValueError("no calibration was started")
     observers: dict[str, Observer] = vars(runner).pop("turboquant_observers")
     for observer in observers.values():
         observer.remove()

@@ -7,6 +7,7 @@ where it is asked for (`turboquant.integration.activation`).  Otherwise nothing 
 import sys
 from typing import Any
 
+from turboquant.config import choice_error
 from turboquant.integration import activation, calibrate, compat
 from turboquant.integration import vllm as hooks
 
@@ -55,11 +56,14 @@ def tq_call(self: Any, method: str, *args: Any, **kwargs: Any) -> tuple[str, Any
 
     An exception in a worker reaches the caller of collective_rpc as a bare Exception behind pages of log.
     """
+    allowed = [function.__name__ for function in WORKER_METHODS if function is not tq_call]
     try:
+        if method not in allowed:
+            raise choice_error("method", method, allowed)
         return "ok", getattr(self, method)(*args, **kwargs)
     except hooks.HookError as error:
         return type(error).__name__, str(error)
-    except ValueError as error:  # subclasses too: the caller knows this name only
+    except (ValueError, TypeError) as error:  # subclasses too: the caller knows this name only
         return ValueError.__name__, str(error)
 
 

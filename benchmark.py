@@ -485,18 +485,23 @@ def print_engines(report: dict[str, Any]) -> None:
 
 
 def plot_engines(report: dict[str, Any], path: Path) -> None:
-    """Step time against the batch's context, and throughput against concurrency."""
+    """Step time against the batch's context, and throughput against concurrency where a load was served."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    steps, serving = figure.subplots(1, 2)
+    panels = 2 if report["serving"] else 1
+    figure = Figure(figsize=(5.5 * panels, 4.5), layout="constrained")
+    steps, *serving = figure.subplots(1, panels, squeeze=False)[0]
     for contender in report["engines"]:
         rows = [row for row in report["rows"] if row["contender"] == contender and "skipped" not in row]
         draw(steps, contender, [(row["batch"] * row["length"], row["decode_ms_step"]) for row in rows])
         rows = [row for row in report["serving"] if row["contender"] == contender]
-        draw(serving, contender, [(row["mean_concurrency"], row["output_tok_s"]) for row in rows])
+        for axes in serving:
+            draw(axes, contender, [(row["mean_concurrency"], row["output_tok_s"]) for row in rows])
+            axes.set(xlabel="requests running, on average", ylabel="output tokens per second", ylim=(0, None))
     steps.set(xlabel="tokens of context in the batch", ylabel="ms per decode step", xscale="log", ylim=(0, None))
-    serving.set(xlabel="requests running, on average", ylabel="output tokens per second", ylim=(0, None))
+    contexts = sorted({row["batch"] * row["length"] for row in report["rows"]})
+    steps.set_xticks(contexts, [f"{context / 1024:g}K" for context in contexts])
+    steps.minorticks_off()
     figure.savefig(path, dpi=120)
 
 
@@ -594,14 +599,19 @@ def plot_quality(report: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = sorted({(row["model"], row["context"]) for row in report["rows"]})
-    figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    colors = {name: f"C{i % 10}" for i, name in enumerate(sorted({row["contender"] for row in report["rows"]}))}
+    figure = Figure(figsize=(4 * len(panels), 4), layout="constrained")
+    plots = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, panel in zip(plots, panels, strict=True):
         for row in report["rows"]:
             if (row["model"], row["context"]) == panel:
-                axes.plot(row["bits_with_window"], row["mean_kld"], "o")
-                axes.annotate(row["contender"], (row["bits_with_window"], row["mean_kld"]), fontsize=8)
-        axes.set(title=f"{panel[0]}, {panel[1]} tokens", xlabel="bits per element", ylabel="mean KLD", yscale="log")
+                place = row["bits_with_window"], row["mean_kld"]
+                axes.plot(*place, "o", color=colors[row["contender"]])
+                axes.annotate(row["contender"], place, (0, 7), textcoords="offset points", ha="center")
+        axes.set(title=f"{panel[0]}, {panel[1]} tokens", xlabel="bits per number, exact tokens counted", yscale="log")
+        axes.margins(0.2)
         axes.grid(visible=True, alpha=0.3)
+    plots[0].set_ylabel("mean KL divergence from the native cache")
     figure.savefig(path, dpi=120)
 
 

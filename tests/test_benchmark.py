@@ -113,6 +113,16 @@ def test_plot(script, tmp_path):
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_pictures_of_the_readme(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent / "benchmarks"))
+    import plots
+
+    plots.write(tmp_path)
+    for name in plots.PLOTS:
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG" and (SCRIPT.parent / "benchmarks" / name).is_file()
+
+
 @pytest.mark.engine
 def test_engines_on_the_cpu(tmp_path):
     pytest.importorskip("vllm")

@@ -549,8 +549,7 @@ def measure_quality(
                      json.loads(arguments.options), json.loads(arguments.engine))
         for number, name in enumerate([forcing.REFERENCE, *names])
     ]  # fmt: skip
-
-    itemsize = getattr(torch, arguments.dtype).itemsize
+    forced, itemsize = cases[0].forced_tokens(), getattr(torch, arguments.dtype).itemsize
 
     def run(case: forcing.Case) -> dict[str, Any]:
         found = run_quality(case)
@@ -576,7 +575,7 @@ def measure_quality(
             recorded, rows = torch.load(case.output, mmap=True), arguments.forced * arguments.texts
             for number, context in enumerate(arguments.contexts):
                 part = slice(number * rows, (number + 1) * rows)
-                distance = forcing.compare(expected[part], recorded[part], case.forced_tokens()[part])
+                distance = forcing.compare(expected[part], recorded[part], forced[part])
                 yield "rows", head | {"context": context} | forcing.size(stats, plain, context) | distance
             Path(case.output).unlink()
 

@@ -35,11 +35,16 @@ class EngineHandle:
         self.uninstall()
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        results = self._llm.collective_rpc("tq_call", args=(method, *args), kwargs=kwargs)
-        for status, payload in results:
-            if status != "ok":
-                raise ERRORS[status](payload)
-        return [payload for _, payload in results]
+        return call_workers(self._llm, method, *args, **kwargs)
+
+
+def call_workers(llm: Any, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    """Results of a `tq_*` method, one a worker; raises what the first worker that refuses says."""
+    results = llm.collective_rpc("tq_call", args=(method, *args), kwargs=kwargs)
+    for status, payload in results:
+        if status != "ok":
+            raise ERRORS[status](payload)
+    return [payload for _, payload in results]
 
 
 def attach(llm: Any, **options: Any) -> EngineHandle:

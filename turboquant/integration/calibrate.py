@@ -16,6 +16,7 @@ from turboquant.batch import AttentionBatch
 from turboquant.calibration import SINKS, Moments
 from turboquant.codec import KeyTransform
 from turboquant.integration import compat, selfcalibration
+from turboquant.integration.attach import call_workers
 from turboquant.integration.calibration_file import save_transforms
 
 logger = logging.getLogger("turboquant")
@@ -97,20 +98,11 @@ def calibrate(llm: Any, path: str | Path, prompts: Sequence[str | list[int]] | N
     """
     if prompts is not None and not prompts:
         raise ValueError("prompts is empty; give texts or lists of token ids, or None for the package's text")
-    workers = call(llm, "tq_calibration_measure") if prompts is None else observe_prompts(llm, prompts)
+    workers = call_workers(llm, "tq_calibration_measure") if prompts is None else observe_prompts(llm, prompts)
     model = llm.llm_engine.vllm_config.model_config
     transforms, number = merge_workers(workers, model.get_total_num_kv_heads()), len(prompts or ())
     logger.info("turboquant: calibrated %d layers with %s: %s", len(transforms), number or "the package's text", path)
     return save_transforms(path, transforms, model=model.model, prompts=number)
-
-
-def call(llm: Any, method: str) -> list[Any]:
-    """Results of a worker method, one a worker; ValueError with the first worker's refusal."""
-    answers = llm.collective_rpc("tq_call", args=(method,))
-    for status, result in answers:
-        if status != "ok":
-            raise ValueError(result)
-    return [result for _, result in answers]
 
 
 def observe_prompts(llm: Any, prompts: Sequence[str | list[int]]) -> list[Figures]:

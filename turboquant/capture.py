@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from turboquant.batch import AttentionBatch
-from turboquant.codec import KVCodec
+from turboquant.codec import KVCodec, rotary_bytes
 from turboquant.store import CompressedBlockStore
 
 
@@ -86,6 +86,7 @@ class ExactRing:
     sinks: first tokens that are kept exactly, a block of them at most.
     Tables: slot_of_block int64 [num_blocks] (-1 = none), owner int64 [capacity] (-1 = free), used int64 [capacity]
     (clock of last use), written bool [capacity, block_size].
+    number int32 [num_blocks]: which block of its sequence a physical block is; of prefixes that requests share, too.
     """
 
     def __init__(
@@ -108,6 +109,8 @@ class ExactRing:
             torch.zeros(capacity + 1, block_size, dtype=torch.bool, device=device),
         )
         self.slot_of_block, self.owner, self.used, self.written = (table[:-1] for table in self._tables)
+        self._numbers = torch.zeros(num_blocks + 1, dtype=torch.int32, device=device)
+        self.number = self._numbers[:-1]
 
     @property
     def columns(self) -> int:
@@ -127,11 +130,12 @@ class ExactRing:
     @property
     def nbytes(self) -> int:
         """Bytes of the tables."""
-        return sum(table.nbytes for table in self._tables)
+        return self._numbers.nbytes + sum(table.nbytes for table in self._tables)
 
     def plan(self, batch: AttentionBatch) -> ExactWindow:
         """Start a step: touch what is live, give entries to the blocks written now, and locate what is exact."""
         self.step += 2
+        self._number_written(batch)
         wanted = [self._plan_window(batch)] if self.window else []
         if self.sinks:
             self._touch(self._first_block(batch, batch.seq_lens > 0), self.step)
@@ -139,6 +143,18 @@ class ExactRing:
         if wanted:
             self._assign(torch.cat(wanted, 1))
         return self.locate(batch)
+
+    def _number_written(self, batch: AttentionBatch) -> None:
+        """Note the numbers of the blocks that are written now."""
+        column = torch.arange(batch.block_table.shape[1], device=batch.seq_lens.device)
+        first, last = (x[:, None] // self.block_size for x in (batch.history_lens, batch.seq_lens - 1))
+        written = (column >= first) & (column <= last) & (batch.query_lens > 0)[:, None]
+        self._numbers[torch.where(written, batch.block_table.long(), len(self.number))] = column.int().expand_as(written)
+
+    def positions(self, slots: torch.Tensor) -> torch.Tensor:
+        """Positions int64 [N] in their sequences of the tokens in `slots` [N]; anything for slots below 0."""
+        blocks = slots.clamp(min=0) // self.block_size
+        return self.number[blocks].long() * self.block_size + slots.clamp(min=0) % self.block_size
 
     def _plan_window(self, batch: AttentionBatch) -> torch.Tensor:
         """Touch the blocks of the windows; blocks int64 [R, n] that are written now and read by the next steps."""
@@ -270,7 +286,7 @@ class LayerCache:
         if self.encode is not None:
             self.encode(self, ring, keys[: len(slots)], values[: len(slots)], slots)
             return
-        self.store.write(slots, keys, values)
+        self.store.write(slots, keys, values, ring.positions(slots))
         rows, index = ring.accept(slots)
         self.recent.keys[index] = keys[rows].to(self.recent.keys.dtype)
         self.recent.values[index] = values[rows].to(self.recent.values.dtype)
@@ -330,4 +346,5 @@ class KVCaptureEngine:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor of the group: pages, exact tokens, codec tables, ring tables."""
-        return self.ring.nbytes + sum(layer.nbytes for layer in self.layers.values())
+        layers = self.layers.values()
+        return self.ring.nbytes + sum(layer.nbytes for layer in layers) + rotary_bytes(layer.codec for layer in layers)

@@ -47,14 +47,21 @@ class CompressedBlockStore:
         """Bytes of the pages."""
         return self.pages.nbytes
 
-    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Encode keys and values float [N, H_kv, d] into `slots` int64 [N]; slots below 0 are padding and skipped."""
+    def write(
+        self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> None:
+        """Encode keys and values float [N, H_kv, d] into `slots` int64 [N]; slots below 0 are padding and skipped.
+
+        positions: int64 [N] of the tokens in their sequences, where the codec's centres turn (`KVCodec`).
+        """
         slots = slots[: len(keys)]
         valid = slots >= 0
+        if positions is not None:
+            positions = positions[: len(slots)][valid]
         slots, keys, values = slots[valid], keys[: len(slots)][valid], values[: len(slots)][valid]
         if not len(slots):
             return
-        self._scatter(slots, "key", self.codec.key, self.codec.encode_keys(keys))
+        self._scatter(slots, "key", self.codec.key, self.codec.encode_keys(keys, positions))
         self._scatter(slots, "value", self.codec.value, self.codec.encode_values(values))
 
     def read(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,12 +72,14 @@ class CompressedBlockStore:
         pages = self.pages[blocks].transpose(-3, -2)  # [..., H_kv, n, page_bytes]
         return self._decode(pages, "key", self.codec.key), self._decode(pages, "value", self.codec.value)
 
-    def read_slots(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_slots(
+        self, slots: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode single tokens: int64 [N] -> keys and values float32 [N, H_kv, d] in the original basis."""
         blocks, local = slots // self.block_size, slots % self.block_size
         unique, where = blocks.unique(return_inverse=True)
         keys, values = self.read(unique[:, None])  # [U, H_kv, block_size, d]
-        return self.codec.decode_keys(keys[where, :, local]), self.codec.output(values[where, :, local])
+        return self.codec.decode_keys(keys[where, :, local], positions), self.codec.output(values[where, :, local])
 
     def _planes(self, prefix: str) -> Sequence[torch.Tensor]:
         return [self.format.view(self.pages, plane) for plane in self.format.group(prefix)]

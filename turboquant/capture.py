@@ -149,7 +149,8 @@ class ExactRing:
         column = torch.arange(batch.block_table.shape[1], device=batch.seq_lens.device)
         first, last = (x[:, None] // self.block_size for x in (batch.history_lens, batch.seq_lens - 1))
         written = (column >= first) & (column <= last) & (batch.query_lens > 0)[:, None]
-        self._numbers[torch.where(written, batch.block_table.long(), len(self.number))] = column.int().expand_as(written)
+        blocks = torch.where(written, batch.block_table.long(), len(self.number))
+        self._numbers[blocks] = column.int().expand_as(blocks)
 
     def positions(self, slots: torch.Tensor) -> torch.Tensor:
         """Positions int64 [N] in their sequences of the tokens in `slots` [N]; anything for slots below 0."""

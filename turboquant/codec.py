@@ -9,7 +9,7 @@ import torch
 from turboquant.config import TurboQuantConfig
 from turboquant.page import PageFormat
 from turboquant.quantizer import FP8Quantizer, GroupQuantizer, Quantized, Quantizer, TurboQuantMSE, TurboQuantProd
-from turboquant.rotary import Rotary, still
+from turboquant.rotary import SPAN, Rotary, still
 from turboquant.rotation import Rotation, make_rotation, qjl_matrix
 
 KEY_STREAM, VALUE_STREAM, SKETCH_STREAM = 1, 2, 3
@@ -116,6 +116,14 @@ class KVCodec:
     def center_logits(self, waves: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """What the centres of keys at `positions` [T] add to the logits of queries: waves [..., d] -> [..., T]."""
         return waves @ self.rotary.cos_sin[self.rotary.spans(positions)].float().T
+
+    def lift(self, first: int, last: int) -> torch.Tensor:
+        """What decoded keys at positions [first, last) lack, in their basis: float32 [spans, H_kv, d], a row a span."""
+        start = first // SPAN if self.rotary.turns else 0
+        stop = min((last - 1) // SPAN + 1, len(self.rotary.cos_sin))
+        positions = torch.arange(min(start, stop - 1), stop, device=self.center.device) * SPAN
+        centers = self.rotary.turn(self.transform.center, positions)
+        return (centers * self.transform.gain) @ self.key.rotation.matrix.T
 
     def output(self, output: torch.Tensor) -> torch.Tensor:
         """Sums of decoded values [..., d] -> the original basis."""

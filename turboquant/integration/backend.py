@@ -24,9 +24,9 @@ from vllm.v1.attention.backend import (
 )
 
 from turboquant.batch import AttentionBatch
-from turboquant.calibration import of_layer
+from turboquant.calibration import LayerTransforms, of_layer
 from turboquant.capture import ExactRing, ExactWindow, LayerCache, RingData, StepPlan, exact_blocks
-from turboquant.codec import KeyTransform, KVCodec
+from turboquant.codec import KeyTransform, KVCodec, rotary_bytes
 from turboquant.config import NO_CALIBRATION, TurboQuantConfig
 from turboquant.integration import compat, selfcalibration
 from turboquant.integration.calibration_file import load_transforms
@@ -298,15 +298,18 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.bound: int | None = None
 
     def configure(
-        self, config: TurboQuantConfig, transforms: dict[str, KeyTransform], name: str, layer_index: int
+        self, config: TurboQuantConfig, transforms: dict[str, LayerTransforms], name: str, layer_index: int
     ) -> None:
         """Called when the layer has been made: what it is compressed with."""
-        self.config, self.layer_index, self.transform = config, layer_index, None
+        self.config, self.layer_index = config, layer_index
+        self.named: LayerTransforms | None = None  # what the calibration file says
+        self.transform: KeyTransform | None = None
         if self.target_name is not None:
             self.target = compat.current_layer(self.target_name).impl
             self.target.is_shared = True
         elif transforms:
-            self.transform = of_layer(transforms, name, compat.tensor_parallel_place(), self.num_kv_heads)
+            self.named = of_layer(transforms, name, compat.tensor_parallel_place(), self.num_kv_heads)
+            self.transform = self.named.constant  # until the layer's rotary embedding is known
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Codec and exact tokens; before vLLM measures what is left for pages.  Weights may be loaded again."""
@@ -364,7 +367,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
     def variant(self) -> tuple[object, ...]:
         """Layers for which this is the same run the same compiled kernels."""
         heads = (self.num_heads, self.num_kv_heads, self.head_size, self.codec.key.bits)
-        return *heads, self.sliding_window, self.logits_soft_cap, self.transform is None
+        return *heads, self.sliding_window, self.logits_soft_cap
 
     def take_memory(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Use as much transient memory as any step can, while vLLM measures: rows of a step of the most tokens."""
@@ -500,7 +503,7 @@ def backend_for(config: TurboQuantConfig, layer_class: type, arguments: dict[str
     return backend_of(config, config.key_bits if place.draft else config.layer_key_bits(place.index))
 
 
-def made(config: TurboQuantConfig, transforms: dict[str, KeyTransform], layer: Any) -> None:
+def made(config: TurboQuantConfig, transforms: dict[str, LayerTransforms], layer: Any) -> None:
     """A layer with one of our backends has been made."""
     place = compat.layer_place(layer.layer_name)
     if place.draft:
@@ -509,17 +512,24 @@ def made(config: TurboQuantConfig, transforms: dict[str, KeyTransform], layer: A
 
 
 def calibrate_loaded(runner: Any) -> None:
-    """Give the layers key transforms measured on the loaded model, unless a calibration was named."""
+    """Give the layers of the loaded model the key transforms of a calibration that was named, or measured ones."""
     ours = compressed_layers(runner.vllm_config)
+    found = calibrations(runner, ours)
+    device = next(iter(ours.values())).impl.host.device
+    rotaries = compat.outside_pools(device, lambda: compat.rotaries(runner)) if found else {}
+    for name in ours.keys() & found.keys():
+        ours[name].impl.recalibrate(found[name].best(rotaries.get(name)))
+
+
+def calibrations(runner: Any, ours: dict[str, Any]) -> dict[str, LayerTransforms]:
+    """Of a file or measured; none where that was asked for, or the model cannot be measured."""
     if next(iter(ours.values())).impl.config.calibration:
-        return
+        return {name: layer.impl.named for name, layer in ours.items() if layer.impl.named is not None}
     if reason := compat.run_objection(runner.vllm_config):
         refuse_biased(runner, reason)
         logger.warning("turboquant: the model is not calibrated (%s); turboquant.calibrate writes a file", reason)
-        return
-    for name, transform in selfcalibration.measure(runner).items():
-        if name in ours:
-            ours[name].impl.recalibrate(transform)
+        return {}
+    return selfcalibration.measure(runner)
 
 
 def refuse_biased(runner: Any, reason: str) -> None:
@@ -562,7 +572,8 @@ def stats(vllm_config: Any) -> dict[str, Any]:
         "exact_tokens_per_request": first.ring.tokens_per_request,
         "ring_tokens": first.memory.ring_tokens,
         "ring_bytes": sum(layer.impl.recent.nbytes for layer in owners) + sum(g.ring.nbytes for g in groups),
-        "table_bytes": sum(layer.impl.table_bytes for layer in ours.values()),
+        "table_bytes": sum(layer.impl.table_bytes for layer in ours.values())
+        + rotary_bytes(layer.impl.codec for layer in owners),
         "tokens_encoded": sum(group.counters.tokens_encoded for group in groups),
         "tokens_read": sum(group.counters.tokens_read for group in groups),
     }

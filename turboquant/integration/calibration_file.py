@@ -7,24 +7,22 @@ from typing import Any
 
 import torch
 
-from turboquant.codec import KeyTransform
+from turboquant.calibration import LayerTransforms
 
-VERSION = 1
+VERSION = 2
 
 
-def save_transforms(path: str | Path, transforms: dict[str, KeyTransform], **about: Any) -> Path:
+def save_transforms(path: str | Path, transforms: dict[str, LayerTransforms], **about: Any) -> Path:
     """Write key transforms by layer name as safetensors; `about` goes into the header, as does a checksum."""
     from safetensors.torch import save_file
 
-    tensors = {}
-    for name, transform in transforms.items():
-        tensors[f"{name}.center"], tensors[f"{name}.gain"] = transform.center.cpu(), transform.gain.cpu()
+    tensors = {f"{name}.{side}": x.cpu() for name, layer in transforms.items() for side, x in layer.tensors().items()}
     header = {"turboquant_calibration": str(VERSION), "sha256": checksum(tensors), "about": json.dumps(about)}
     save_file(tensors, str(path), header)
     return Path(path)
 
 
-def load_transforms(path: str | Path) -> dict[str, KeyTransform]:
+def load_transforms(path: str | Path) -> dict[str, LayerTransforms]:
     """Key transforms by layer name; ValueError that names the file if it is not one of ours, or damaged."""
     from safetensors import SafetensorError, safe_open
 
@@ -37,11 +35,14 @@ def load_transforms(path: str | Path) -> dict[str, KeyTransform]:
     except SafetensorError as error:
         raise ValueError(f"calibration={str(path)!r} is not a safetensors file: {error}") from None
     if header.get("turboquant_calibration") != str(VERSION):
-        raise ValueError(f"calibration={str(path)!r} is not a calibration file of version {VERSION}")
+        raise ValueError(f"calibration={str(path)!r} is not a calibration file of version {VERSION}; make it again")
     if header.get("sha256") != checksum(tensors):
         raise ValueError(f"calibration={str(path)!r} is damaged: its checksum does not match")
-    names = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
-    return {name: KeyTransform(tensors[f"{name}.center"], tensors[f"{name}.gain"]) for name in names}
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        name, _, side = full_name.rpartition(".")
+        layers.setdefault(name, {})[side] = tensor
+    return {name: LayerTransforms.of_tensors(layer) for name, layer in layers.items()}
 
 
 def checksum(tensors: dict[str, torch.Tensor]) -> str:

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from turboquant.batch import AttentionBatch
 from turboquant.integration.rehearsal import Limits
+from turboquant.rotary import Rotary
 
 HOOKED_METHODS = {
     # Positional parameters after self; checked 0.18.1 to 0.33.0 (later ones are passed by keyword).
@@ -712,6 +713,25 @@ def run_objection(vllm_config: Any) -> str | None:
     layers = vllm_config.compilation_config.static_forward_context
     others = [name for name, layer in layers.items() if isinstance(layer, AttentionLayerBase) and name not in softmax]
     return f"{others[0]} is no softmax attention" if others else None
+
+
+def rotaries(runner: Any) -> dict[str, Rotary]:
+    """Rotary embeddings by attention layer, where a layer's module has one with a table of cosines and sines.
+
+    `rotary_emb` beside the attention, `cos_sin_cache` [positions, rotary size], `is_neox_style`: 0.26.0 to 0.33.0.
+    """
+    names = {id(layer): name for name, layer in attention_layers(runner.vllm_config).items()}
+    context, made, found = runner.vllm_config.model_config.max_model_len, dict[tuple[int, int], Rotary](), {}
+    for module in runner.get_model().modules():
+        embedding: Any = getattr(module, "rotary_emb", None)
+        table: Any = getattr(embedding, "cos_sin_cache", None)
+        for layer in module.children() if isinstance(table, torch.Tensor) else ():
+            if id(layer) in names and table.shape[1] <= layer.head_size:
+                key = (id(embedding), layer.head_size)
+                if key not in made:
+                    made[key] = Rotary.of_cache(table, layer.head_size, not embedding.is_neox_style, context)
+                found[names[id(layer)]] = made[key]
+    return found
 
 
 def tokenizer_of(vllm_config: Any) -> Any:

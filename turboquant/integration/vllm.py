@@ -500,7 +500,7 @@ def calibrated(handle: HookHandle, names: list[str]) -> dict[str, KeyTransform]:
         return {}
     transforms, layers = load_transforms(handle.config.calibration_file), compat.all_layers(handle.runner)
     place = compat.tensor_parallel_place()
-    return {name: of_layer(transforms, name, place, layers[name].num_kv_heads) for name in names}
+    return {name: of_layer(transforms, name, place, layers[name].num_kv_heads).constant for name in names}
 
 
 def build_caches(handle: HookHandle, names: list[str], transforms: dict[str, KeyTransform]) -> None:

@@ -10,15 +10,16 @@ import torch
 from turboquant.codec import KeyTransform
 
 VERSION = 1
+PARTS = ("center", "gain")
 
 
 def save_transforms(path: str | Path, transforms: dict[str, KeyTransform], **about: Any) -> Path:
     """Write key transforms by layer name as safetensors; `about` goes into the header, as does a checksum."""
     from safetensors.torch import save_file
 
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, transform in transforms.items():
-        tensors[f"{name}.center"], tensors[f"{name}.gain"] = transform.center.cpu(), transform.gain.cpu()
+        tensors |= {f"{name}.{part}": getattr(transform, part).cpu() for part in PARTS}
     header = {"turboquant_calibration": str(VERSION), "sha256": checksum(tensors), "about": json.dumps(about)}
     save_file(tensors, str(path), header)
     return Path(path)
@@ -40,13 +41,23 @@ def load_transforms(path: str | Path) -> dict[str, KeyTransform]:
         raise ValueError(f"calibration={str(path)!r} is not a calibration file of version {VERSION}")
     if header.get("sha256") != checksum(tensors):
         raise ValueError(f"calibration={str(path)!r} is damaged: its checksum does not match")
+    try:
+        return as_transforms(tensors)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"calibration={str(path)!r} holds no key transforms: {error}") from None
+
+
+def as_transforms(tensors: dict[str, torch.Tensor]) -> dict[str, KeyTransform]:
+    """Key transforms by layer name; ValueError where a tensor is no layer's, or a layer lacks one."""
     names = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
-    return {name: KeyTransform(tensors[f"{name}.center"], tensors[f"{name}.gain"]) for name in names}
+    if odd := tensors.keys() ^ {f"{name}.{part}" for name in names for part in PARTS}:
+        raise ValueError(f"{sorted(odd)} are missing or are none of LAYER.center, LAYER.gain")
+    return {name: KeyTransform(*(tensors[f"{name}.{part}"] for part in PARTS)) for name in names}
 
 
 def checksum(tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].contiguous().numpy().tobytes())
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

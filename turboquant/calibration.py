@@ -22,6 +22,7 @@ SINKS = TurboQuantConfig().sink_size  # first tokens of a sequence, left out: th
 # Power of the optimal gain that is used.  The optimum supposes that every query meets every key; on SmolLM2 and
 # Qwen2.5-Coder half of it (in logarithms) loses less (issue 5).
 STRENGTH = 0.5
+PARTS = ("center", "gain", "turning_center", "turning_gain")  # names of a layer's tensors in calibration files
 MAX_GAIN = 16.0  # of a channel over the geometric mean, and its inverse: channels without energy have no optimum
 
 
@@ -102,15 +103,18 @@ class LayerTransforms:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> "LayerTransforms":
-        turning = KeyTransform(tensors["turning_center"], tensors["turning_gain"]) if len(tensors) > 2 else None
-        return cls(KeyTransform(tensors["center"], tensors["gain"]), turning)
+        """The inverse of `tensors`; ValueError where a tensor is missing or unknown."""
+        if tensors.keys() not in (set(PARTS[:2]), set(PARTS)):
+            raise ValueError(f"{sorted(tensors)} are not {', '.join(PARTS[:2])} (and {', '.join(PARTS[2:])})")
+        pairs = [
+            KeyTransform(tensors[center], tensors[gain]) for center, gain in (PARTS[:2], PARTS[2:]) if center in tensors
+        ]
+        return cls(*pairs)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """float32 [H_kv, d] by name."""
-        found = {"center": self.constant.center, "gain": self.constant.gain}
-        if self.turning is not None:
-            found |= {"turning_center": self.turning.center, "turning_gain": self.turning.gain}
-        return found
+        transforms = [self.constant] if self.turning is None else [self.constant, self.turning]
+        return dict(zip(PARTS, (x for each in transforms for x in (each.center, each.gain)), strict=False))
 
     def best(self, rotary: Rotary | None) -> KeyTransform:
         """The transform of a cache that knows the positions of what it holds, and the layer's embedding if any."""

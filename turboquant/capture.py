@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from turboquant.batch import AttentionBatch
+from turboquant.checks import check_float_dtype, check_int
 from turboquant.codec import KVCodec, rotary_bytes
 from turboquant.store import CompressedBlockStore
 
@@ -98,6 +99,10 @@ class ExactRing:
         device: torch.device | str = "cpu",
         sinks: int = 0,
     ):
+        check_int("block_size", block_size, least=1)
+        sizes = {"num_blocks": num_blocks, "window": window, "capacity": capacity, "sinks": sinks}
+        for name, size in sizes.items():
+            check_int(name, size)
         self.block_size, self.capacity = block_size, capacity
         self.window, self.sinks = (window, min(sinks, block_size)) if capacity else (0, 0)
         self.step = 0  # the clock; two ticks a step
@@ -258,6 +263,7 @@ class RingData:
     """Exact keys and values of one layer: [tokens, H_kv, d] in the cache's dtype, `ExactRing.tokens` or more."""
 
     def __init__(self, tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str):
+        check_float_dtype(dtype)
         self.keys = torch.zeros(tokens, num_kv_heads, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
 
@@ -283,6 +289,7 @@ class LayerCache:
 
     def ingest(self, ring: ExactRing, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Write a step's tokens: keys, values [N, H_kv, d], slots int64 [N] (below 0 = padding, skipped)."""
+        self.store.check_tokens(slots, keys, values)
         slots = slots[: len(keys)]
         if self.encode is not None:
             self.encode(self, ring, keys[: len(slots)], values[: len(slots)], slots)
@@ -325,19 +332,29 @@ class KVCaptureEngine:
         device: torch.device | str = "cpu",
         sinks: int = 0,
     ):
-        self.num_blocks, self.block_size, self.device = num_blocks, block_size, torch.device(device)
         self.ring = ExactRing(num_blocks, block_size, window, capacity if window or sinks else 0, device, sinks)
+        self.num_blocks, self.block_size, self.device = num_blocks, block_size, torch.device(device)
         self.layers: dict[str, LayerCache] = {}
 
     def add_layer(self, name: str, codec: KVCodec, num_kv_heads: int, dtype: torch.dtype) -> LayerCache:
-        """Allocate the pages and the exact tokens of a layer; all memory of the layer is taken here."""
+        """Allocate the pages and the exact tokens of a layer; all memory of the layer is taken here.
+
+        ValueError for a name that there is already, other heads than the codec's, or a dtype that no model computes in.
+        """
+        if name in self.layers:
+            raise ValueError(f"there is a layer {name!r} already")
         store = CompressedBlockStore(codec, self.num_blocks, num_kv_heads, self.block_size, self.device)
         recent = RingData(self.ring.tokens, num_kv_heads, codec.key.dim, dtype, self.device)
         self.layers[name] = LayerCache(store, recent)
         return self.layers[name]
 
     def begin_step(self, batch: AttentionBatch) -> StepPlan:
-        """Plan a step; before its first `ingest`, and once for all layers."""
+        """Plan a step; before its first `ingest`, and once for all layers.
+
+        ValueError for blocks of another size than the engine's.
+        """
+        if batch.block_size != self.block_size:
+            raise ValueError(f"the batch has block_size={batch.block_size}, the engine {self.block_size}")
         return StepPlan(batch, self.ring.plan(batch))
 
     def ingest(self, layer: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:

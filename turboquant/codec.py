@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from turboquant.checks import check_device, check_float32, check_instance, check_int
 from turboquant.config import TurboQuantConfig
-from turboquant.page import PageFormat
+from turboquant.page import PageFormat, check_head_dim
 from turboquant.quantizer import FP8Quantizer, GroupQuantizer, Quantized, Quantizer, TurboQuantMSE, TurboQuantProd
 from turboquant.rotary import SPAN, Rotary, still
 from turboquant.rotation import Rotation, make_rotation, qjl_matrix
@@ -33,6 +34,8 @@ class KeyTransform:
         return cls(torch.zeros(num_kv_heads, head_dim), torch.ones(num_kv_heads, head_dim))
 
     def __post_init__(self) -> None:
+        check_float32("center", self.center)
+        check_float32("gain", self.gain)
         if self.center.shape != self.gain.shape or self.center.dim() != 2:
             raise ValueError(
                 f"center and gain must both be [H_kv, d]; got {tuple(self.center.shape)} and {tuple(self.gain.shape)}"
@@ -71,12 +74,22 @@ class KVCodec:
         device: torch.device | str = "cpu",
     ) -> "KVCodec":
         """The codec of an attention layer; the same for every rank and process that names the same layer."""
-        transform = transform or KeyTransform.identity(num_kv_heads, head_dim)
+        check_instance("config", config, TurboQuantConfig)
+        check_int("layer_index", layer_index)
+        check_int("num_kv_heads", num_kv_heads, least=1)
+        check_head_dim(head_dim)
+        check_device(device)
+        transform = KeyTransform.identity(num_kv_heads, head_dim) if transform is None else transform
+        check_instance("transform", transform, KeyTransform)
         if transform.center.shape != (num_kv_heads, head_dim):
             raise ValueError(f"key transform is {tuple(transform.center.shape)}, expected {(num_kv_heads, head_dim)}")
         key = key_quantizer(config, layer_index, head_dim).to(device)
         value = value_quantizer(config, layer_index, head_dim).to(device)
         return cls(key, value, transform.to(device))
+
+    @property
+    def num_kv_heads(self) -> int:
+        return len(self.transform.gain)
 
     def page_format(self, block_size: int) -> PageFormat:
         return PageFormat(

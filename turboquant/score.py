@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from turboquant.capture import LayerCache, StepPlan
+from turboquant.checks import check_int, check_number, check_rows
 
 TILE_ELEMENTS = 1 << 24  # float32 numbers in the largest temporary of a tile (64 MiB)
 WORKSPACE_TOKENS = 16384  # tokens that are decoded at a time for a dense kernel
@@ -212,6 +213,11 @@ class HybridScorer:
     history: HistoryKernel | None = None
     fused: tuple[FusedKernel, ...] = ()
 
+    def __post_init__(self) -> None:
+        check_number("scale", self.scale)
+        check_int("window", self.window)
+        check_number("softcap", self.softcap, least=0)
+
     def attend(
         self,
         layer: LayerCache,
@@ -225,8 +231,9 @@ class HybridScorer:
 
         own: keys and values [T, H_kv, d] of the step's rows, attended exactly and causally; None to attend to cached
         tokens only.  rows_by_length selects requests (default: all that have query rows); other rows of `output` stay
-        as they are.
+        as they are.  Fewer rows than the plan's, other heads than the layer's, and integers are refused.
         """
+        check_step(layer, plan.batch.num_rows, query, own, output)
         selected = plan.batch.rows_by_length() if rows_by_length is None else rows_by_length
         for length, rows in selected.items():
             group = self._group(plan, length, rows, tile_tokens(len(rows), length, query.shape[1], query.shape[2]))
@@ -270,6 +277,21 @@ class HybridScorer:
         for part, mask in group.chunk:
             partial = merge(partial, attend(heads, keys[:, :, part], values[:, :, part], mask, self.softcap))
         return partial
+
+
+def check_step(layer: LayerCache, count: int, query: torch.Tensor, own: Own | None, output: torch.Tensor) -> None:
+    """Refuse tensors that are not those of a step of `count` rows in this layer."""
+    heads, dim, device = layer.store.num_kv_heads, layer.codec.key.dim, layer.store.pages.device
+    check_rows("query", query, (None, None, dim), "[T, H_q, d]", device)
+    if query.shape[1] % heads:
+        raise ValueError(f"query has {query.shape[1]} heads, expected a multiple of {heads}")
+    check_rows("output", output, (None, query.shape[1], dim), "[T, H_q, d]", device)
+    if own is not None:
+        check_rows("key", own[0], (None, heads, dim), "[T, H_kv, d]", device)
+        check_rows("value", own[1], (None, heads, dim), "[T, H_kv, d]", device)
+    rows = [len(x) for x in (query, output, *(own or ()))]
+    if min(rows) < count:
+        raise ValueError(f"query, output, key, value have {rows} rows, the step has {count}")
 
 
 def twin_history(

@@ -52,6 +52,8 @@ def attach(llm: Any, **options: Any) -> EngineHandle:
 
     The workers know turboquant through its entry point, so the package must be installed (pip), not only importable.
     """
+    if not hasattr(llm, "collective_rpc"):
+        raise TypeError(f"llm={llm!r} must be a vllm.LLM, or something else with its collective_rpc")
     handle = EngineHandle(llm)
     handle._call("tq_install", **options)
     return handle

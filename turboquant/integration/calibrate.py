@@ -14,6 +14,7 @@ import torch
 
 from turboquant.batch import AttentionBatch
 from turboquant.calibration import SINKS, LayerTransforms
+from turboquant.checks import is_int
 from turboquant.integration import compat, selfcalibration
 from turboquant.integration.attach import call_workers
 from turboquant.integration.calibration_file import save_transforms
@@ -102,13 +103,24 @@ def calibrate(llm: Any, path: str | Path, prompts: Sequence[str | list[int]] | N
     prompts: texts or token ids like those that the model will see, and as long: what is measured holds for the
     positions that they reach.  Default: a text of several kinds in the package, at positions all over the context.
     """
-    if prompts is not None and not prompts:
-        raise ValueError("prompts is empty; give texts or lists of token ids, or None for the package's text")
+    check_prompts(prompts)
     workers = call_workers(llm, "tq_calibration_measure") if prompts is None else observe_prompts(llm, prompts)
     model = llm.llm_engine.vllm_config.model_config
     transforms, number = merge_workers(workers, model.get_total_num_kv_heads()), len(prompts or ())
     logger.info("turboquant: calibrated %d layers with %s: %s", len(transforms), number or "the package's text", path)
     return save_transforms(path, transforms, model=model.model, prompts=number)
+
+
+def check_prompts(prompts: object) -> None:
+    """ValueError unless prompts is None, or texts and lists of token ids, and not empty."""
+    if prompts is None:
+        return
+    if not isinstance(prompts, list | tuple) or not prompts or not all(map(is_prompt, prompts)):
+        raise ValueError(f"prompts={prompts!r} must be texts or lists of token ids, or None for the package's text")
+
+
+def is_prompt(prompt: object) -> bool:
+    return bool(prompt) and (isinstance(prompt, str) or (isinstance(prompt, list | tuple) and all(map(is_int, prompt))))
 
 
 def observe_prompts(llm: Any, prompts: Sequence[str | list[int]]) -> list[Figures]:

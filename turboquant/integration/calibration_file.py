@@ -38,16 +38,24 @@ def load_transforms(path: str | Path) -> dict[str, LayerTransforms]:
         raise ValueError(f"calibration={str(path)!r} is not a calibration file of version {VERSION}; make it again")
     if header.get("sha256") != checksum(tensors):
         raise ValueError(f"calibration={str(path)!r} is damaged: its checksum does not match")
+    try:
+        return as_transforms(tensors)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"calibration={str(path)!r} holds no key transforms: {error}") from None
+
+
+def as_transforms(tensors: dict[str, torch.Tensor]) -> dict[str, LayerTransforms]:
+    """Transforms by layer name; ValueError where a tensor is no layer's, or a layer lacks one."""
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for full_name, tensor in tensors.items():
-        name, _, side = full_name.rpartition(".")
-        layers.setdefault(name, {})[side] = tensor
-    return {name: LayerTransforms.of_tensors(layer) for name, layer in layers.items()}
+        name, _, part = full_name.rpartition(".")
+        layers.setdefault(name, {})[part] = tensor
+    return {name: LayerTransforms.of_tensors(parts) for name, parts in layers.items()}
 
 
 def checksum(tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].contiguous().numpy().tobytes())
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

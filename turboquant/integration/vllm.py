@@ -17,6 +17,7 @@ import torch
 
 from turboquant.calibration import of_layer
 from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan, exact_blocks
+from turboquant.checks import check_instance
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import MODE_POLICIES, Mode, ModePolicy, SkippedLayer, TurboQuantConfig, parse_mode
 from turboquant.integration import compat
@@ -438,6 +439,9 @@ def install_turboquant_hooks(
         preset, key_bits=key_bits, value_bits=value_bits, buffer_size=buffer_size, **options
     )
     mode = parse_mode(mode)
+    if not hasattr(model_runner, "vllm_config"):
+        raise TypeError(f"model_runner={model_runner!r} is no model runner of vLLM: it has no vllm_config")
+    check_transforms(key_transforms)
     if id(model_runner) in _handles:
         raise HookError("turboquant's hooks are already installed on this model runner; uninstall them first")
     names, skipped = select_layers(model_runner, config)
@@ -457,6 +461,16 @@ def install_turboquant_hooks(
         undo.pop_all()
     log_summary(handle)
     return handle
+
+
+def check_transforms(transforms: object) -> None:
+    """TypeError unless these are None, or a KeyTransform per layer name."""
+    if transforms is None:
+        return
+    if not isinstance(transforms, Mapping):
+        raise TypeError(f"key_transforms={transforms!r} must be a KeyTransform per layer name")
+    for name, transform in transforms.items():
+        check_instance(f"key_transforms[{name!r}]", transform, KeyTransform)
 
 
 install_hooks = install_turboquant_hooks

@@ -547,14 +547,20 @@ class LayerPlace:
     draft: bool = False
 
 
+def layer_index(name: str) -> int:
+    """A layer's index in its model, from its name."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return int(extract_layer_index(name))
+
+
 def layer_place(prefix: str) -> LayerPlace:
     """Of the layer that is being made, from its name."""
     from vllm.compilation import backends
     from vllm.config import get_current_vllm_config
-    from vllm.model_executor.models.utils import extract_layer_index
 
     config = get_current_vllm_config().model_config.hf_text_config
-    return LayerPlace(extract_layer_index(prefix), config.num_hidden_layers, backends.model_tag in DRAFT_TAGS)
+    return LayerPlace(layer_index(prefix), config.num_hidden_layers, backends.model_tag in DRAFT_TAGS)
 
 
 def layer_stays_native(layer_class: type, arguments: dict[str, Any]) -> str | None:

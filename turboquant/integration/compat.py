@@ -827,6 +827,25 @@ def lens_on_host(step: Any) -> list[tuple[int, int, int]]:
     return lens
 
 
+# ---- metrics ---------------------------------------------------------------------------------------------------
+def prometheus_folder() -> str | None:
+    """The folder of vLLM's metrics, where it has several API servers: all of them read it (0.26.0 to 0.33.0)."""
+    return os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+
+
+def prometheus_registry() -> Any:
+    """What /metrics shows where there is one API server (0.26.0 to 0.33.0)."""
+    from prometheus_client import REGISTRY
+
+    return REGISTRY
+
+
+def worker_place(vllm_config: Any) -> dict[str, str]:
+    """Labels of a worker, the first as in vLLM's own metrics; both numbers are in 0.26.0 to 0.33.0."""
+    numbers = {"engine": "data_parallel_index", "rank": "rank"}
+    return {label: str(getattr(vllm_config.parallel_config, name, 0)) for label, name in numbers.items()}
+
+
 def log_once(vllm_config: Any, text: str) -> None:
     from vllm.logger import init_logger
 

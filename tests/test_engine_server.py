@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from turboquant.demo import smollm2  # noqa: E402
 from turboquant.integration.telemetry import METRICS  # noqa: E402
 
 TIMEOUT = 180
+ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
@@ -89,6 +91,19 @@ def test_completion_chat_and_streaming(client):
     stream = client.chat.completions.create(model="demo", messages=question, max_tokens=12, temperature=0, stream=True)
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert len(pieces) > 1 and "".join(pieces) == chat.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("example", "package"),
+    [("openai_client", "openai"), ("langchain_chat", "langchain_openai"), ("litellm_chat", "litellm")],
+)
+def test_examples_of_clients(server, example, package):
+    """Each in a process of its own, as a user runs it."""
+    pytest.importorskip(package)
+    command = [sys.executable, ROOT / "examples" / f"{example}.py", "--url", f"{server[0]}/v1", "--model", "demo"]
+    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=environment)
+    assert "Paris" in done.stdout, done.stderr[-2000:]
 
 
 def test_many_clients_at_once(client):

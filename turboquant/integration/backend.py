@@ -28,7 +28,7 @@ from turboquant.calibration import LayerTransforms, of_layer
 from turboquant.capture import ExactRing, ExactWindow, LayerCache, RingData, StepPlan, exact_blocks
 from turboquant.codec import KeyTransform, KVCodec, rotary_bytes
 from turboquant.config import NO_CALIBRATION, TurboQuantConfig
-from turboquant.integration import compat, selfcalibration
+from turboquant.integration import compat, selfcalibration, telemetry
 from turboquant.integration.calibration_file import load_transforms
 from turboquant.integration.rehearsal import distinct_steps, largest_steps, rehearse, rehearse_plan
 from turboquant.integration.vllm import UnsupportedEngineError
@@ -121,18 +121,6 @@ def backend_of(config: TurboQuantConfig, key_bits: int) -> type[TurboQuantBacken
     return type(f"TurboQuantBackend_k{key_bits}", (TurboQuantBackend,), {"config": config, "key_bits": key_bits})
 
 
-@dataclass
-class Counters:
-    """Tokens that a KV-cache group wrote, and cached ones that its queries read, per layer; dummy steps included."""
-
-    tokens_encoded: int = 0
-    tokens_read: int = 0
-
-    def add(self, lens: list[tuple[int, int, int]]) -> None:
-        self.tokens_encoded += sum(new for _, new, _ in lens)
-        self.tokens_read += sum(cached for _, new, cached in lens if new)
-
-
 @dataclass(eq=False)
 class TurboQuantMetadata(AttentionMetadata):
     """One step of a KV-cache group: vLLM's fields, and the plan that the layers share."""
@@ -165,6 +153,8 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         if all(layer.impl.attached for layer in compressed_layers(vllm_config).values()):
             compat.log_once(vllm_config, summary(vllm_config))  # the last group has joined
+            telemetry.write_figures(self.meter.writer, figures(vllm_config))
+        self.has_pages = False
 
     def _prepare(self) -> None:
         """Everything that outlives a step."""
@@ -174,7 +164,8 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         blocks = compat.kernel_blocks(self.vllm_config, self.block_size)
         self.ring = ExactRing(blocks, self.block_size, memory.window, capacity, self.device, memory.sinks)
         self.plan_ring = choose_plan(self.ring.owner.device)
-        self.counters = Counters()
+        writer = telemetry.Writer(compat.worker_place(self.vllm_config))
+        self.meter = telemetry.Meter(writer, self.layer_names[0], self.device)
         self._join()
         for impl in {impl.variant: impl for impl in self.impls}.values():
             impl.compile_kernels()
@@ -195,7 +186,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
                 raise RuntimeError(
                     f"{name} has room for {impl.memory.ring_tokens} exact tokens, not {self.ring.tokens}"
                 )
-            impl.attach(self.ring, self.counters)
+            impl.attach(self.ring, self.meter)
             self.impls.append(impl)
 
     @classmethod
@@ -218,9 +209,12 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             step.query_start_loc[: count + 1].long(), step.seq_lens[:count].long(), step.block_table_tensor[:count],
             self.block_size, compat.lens_on_host(step), self.lines[:count],
         )  # fmt: skip
-        self.counters.add(batch.host_lens)
         plan = StepPlan(batch, self.window.of(count))
         self.plan_ring(self.ring, batch, self.lines[:count], plan.window)
+        self.meter.step(batch.host_lens, plan.window.present)
+        if not self.has_pages:  # at the first step vLLM has allocated them
+            telemetry.write_figures(self.meter.writer, figures(self.vllm_config))
+            self.has_pages = True
         return TurboQuantMetadata(
             step.num_actual_tokens, step.max_query_len, step.query_start_loc, step.max_seq_len, step.seq_lens,
             step.block_table_tensor, step.slot_mapping, self.ring, plan, self._rows(batch),
@@ -388,9 +382,9 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         steps = distinct_steps(self.host.limits, self.scorer, self.num_heads)
         rehearse(self.cache, self.scorer, ring, (query, (key, value)), steps)
 
-    def attach(self, ring: ExactRing, counters: Counters) -> None:
+    def attach(self, ring: ExactRing, meter: telemetry.Meter) -> None:
         """Join a KV-cache group."""
-        self.ring, self.counters, self.attached, self.bound = ring, counters, True, None
+        self.ring, self.meter, self.attached, self.bound = ring, meter, True, None
         self._equip(ring)
 
     def _equip(self, ring: ExactRing) -> None:
@@ -548,7 +542,14 @@ def compressed_layers(vllm_config: Any) -> dict[str, Any]:
 
 
 def stats(vllm_config: Any) -> dict[str, Any]:
-    """Layers, bytes and counters of the native route in this worker; JSON-ready."""
+    """Layers, bytes and counters of the native route in this worker; JSON-ready.  Waits for the device."""
+    groups = {id(layer.impl.meter): layer.impl.meter for layer in compressed_layers(vllm_config).values()}.values()
+    counters = ("tokens_encoded", "tokens_read", "tokens_read_exact")
+    return fixed_stats(vllm_config) | {name: sum(getattr(meter, name) for meter in groups) for name in counters}
+
+
+def fixed_stats(vllm_config: Any) -> dict[str, Any]:
+    """What steps do not change."""
     ours = compressed_layers(vllm_config)
     others = {n: layer for n, layer in compat.attention_layers(vllm_config).items() if n not in ours}
     owners = [layer for layer in ours.values() if layer.impl.target is None]
@@ -565,6 +566,7 @@ def stats(vllm_config: Any) -> dict[str, Any]:
         ),
         "capacity_tokens": compat.pool_tokens(vllm_config),
         "page_bytes": sum(layer.kv_cache.nbytes for layer in owners),
+        "calibration": first.config.calibration or ("at the start" if first.transform is not None else NO_CALIBRATION),
         "calibrated_layers": sum(layer.impl.transform is not None for layer in owners),
         "window": first.ring.window,
         "sinks": first.ring.sinks,
@@ -574,14 +576,23 @@ def stats(vllm_config: Any) -> dict[str, Any]:
         "ring_bytes": sum(layer.impl.recent.nbytes for layer in owners) + sum(g.ring.nbytes for g in groups),
         "table_bytes": sum(layer.impl.table_bytes for layer in ours.values())
         + rotary_bytes(layer.impl.codec for layer in owners),
-        "tokens_encoded": sum(group.counters.tokens_encoded for group in groups),
-        "tokens_read": sum(group.counters.tokens_read for group in groups),
     }
+
+
+def figures(vllm_config: Any) -> telemetry.Figures:
+    """For the metrics."""
+    found = fixed_stats(vllm_config)
+    return telemetry.Figures(
+        found["preset"], found["route"], found["calibration"], len(found["layers"]), len(found["skipped"]),
+        found["bytes_per_token_compressed"], found["bytes_per_token_native"], found["capacity_tokens"],
+        found["page_bytes"], found["ring_bytes"], found["table_bytes"], found["ring_tokens"],
+        found["exact_tokens_per_request"],
+    )  # fmt: skip
 
 
 def summary(vllm_config: Any) -> str:
     """One line: layers compressed and skipped and why, bytes per token, tokens of capacity."""
-    found = stats(vllm_config)
+    found = fixed_stats(vllm_config)
     packed, plain = found["bytes_per_token_compressed"], found["bytes_per_token_native"]
     text = (
         f"turboquant {found['preset']}: {len(found['layers'])} layers compressed, {packed} instead of {plain} bytes "

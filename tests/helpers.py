@@ -11,6 +11,7 @@ from hypothesis import settings
 from turboquant.batch import AttentionBatch
 from turboquant.codec import KVCodec
 from turboquant.config import TurboQuantConfig
+from turboquant.rotary import Rotary
 
 torch.set_num_threads(1)
 
@@ -32,6 +33,14 @@ def normal(*shape, seed):
 def build_codec(num_kv_heads, head_dim, **options):
     """A codec; do not modify it, all tests share it."""
     return KVCodec.build(TurboQuantConfig(**options), 0, num_kv_heads, head_dim)
+
+
+def make_rotary(dim, context=256, *, size=None, interleaved=False, device="cpu"):
+    """A rotary embedding of `size` coordinates (all by default) of which some turn within a short context."""
+    size = size or dim
+    angles = torch.arange(context)[:, None] * 300.0 ** -(torch.arange(0, size, 2) / size) / 4
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    return Rotary.of_cache(table.to(device), dim, interleaved, context)
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------

@@ -36,13 +36,14 @@ import torch
 
 from turboquant.batch import AttentionBatch
 from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan
-from turboquant.codec import KVCodec
+from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import PRESETS, TurboQuantConfig
 from turboquant.demo import smollm2
 from turboquant.integration import quality as forcing
 from turboquant.integration.compat import dense_attention
 from turboquant.integration.engine_benchmark import Case, Geometry, Load, versions
 from turboquant.kernels import choose_kernels
+from turboquant.rotary import Rotary
 from turboquant.score import HybridScorer, QueryGroup
 
 SHAPES = "1x4096,1x32768,1x131072,8x8192,16x32768,32x16384,64x4096,256x2048"
@@ -257,18 +258,27 @@ class Stock:
         return Row(self.name, self.preset, **asdict(shape), us=micros, gb_per_s=read / micros / 1e3, rel_err=math.nan)
 
 
+def layer_codec(preset: str, hkv: int, d: int, context: int, turns: bool = True) -> KVCodec:
+    """The codec of a calibrated layer whose centres turn as Llama's keys do, or are the same for all positions."""
+    angles = torch.arange(context, device="cuda")[:, None] * 5e5 ** -(torch.arange(0, d, 2, device="cuda") / d)
+    rotary = Rotary.of_cache(torch.cat((angles.cos(), angles.sin()), 1), d, False, context) if turns else None
+    transform = KeyTransform(torch.randn(hkv, d, device="cuda"), torch.ones(hkv, d, device="cuda"), rotary)
+    return KVCodec.build(TurboQuantConfig.from_options(preset), 0, hkv, d, transform, "cuda")
+
+
 @dataclass(frozen=True)
 class Ours:
     """A preset of turboquant on pages of random codes, the last WINDOW tokens exact."""
 
     preset: str
+    turns: bool = True
 
     @property
     def name(self) -> str:
         return self.preset
 
     def row(self, shape: Shape) -> Row:
-        codec = KVCodec.build(TurboQuantConfig.from_options(self.preset), 0, shape.hkv, shape.d, None, "cuda")
+        codec = layer_codec(self.preset, shape.hkv, shape.d, shape.length, self.turns)
         layer, plan, engine = self._cache(shape, codec)
         query = shape.query()
         out = torch.empty_like(query)
@@ -361,7 +371,7 @@ class Chunk:
                 "rel_err": gate(self.preset, self._error(layer, plan, query, own, out), MAX_ERROR)}  # fmt: skip
 
     def _engine(self) -> tuple[LayerCache, KVCaptureEngine]:
-        codec = KVCodec.build(TurboQuantConfig.from_options(self.preset), 0, self.hkv, self.d, None, "cuda")
+        codec = layer_codec(self.preset, self.hkv, self.d, self.cached + self.rows)
         blocks = -(-(self.cached + self.rows) // BLOCK)
         engine = KVCaptureEngine(blocks, BLOCK, WINDOW, WINDOW // BLOCK + 2, "cuda")
         return engine.add_layer("layer", codec, self.hkv, torch.bfloat16), engine
@@ -650,7 +660,7 @@ def contenders(arguments: argparse.Namespace, shape: Shape) -> Iterator[Any]:
         yield from (Native(fp8=False), Native(fp8=True))
     if arguments.stock and shape.q_rows == 1:
         yield Stock()
-    yield from (Ours(preset) for preset in arguments.presets.split(","))
+    yield from (Ours(preset, not arguments.constant_centers) for preset in arguments.presets.split(","))
 
 
 def measure(contender: Any, shape: Shape) -> Row | None:
@@ -702,6 +712,7 @@ def main() -> None:
     part.add_argument("--presets", default=DECODE_PRESETS)
     part.add_argument("--q-rows", nargs="+", type=int, default=[1, 4], help="new tokens of a request")
     part.add_argument("--no-rivals", action="store_true", help="leave FlashAttention-3 out")
+    part.add_argument("--constant-centers", action="store_true", help="key centres that do not turn with the position")
     part.add_argument("--stock", action="store_true", help="measure vLLM's own TurboQuant too (slow)")
     part.add_argument("--json", type=Path)
     part = commands.add_parser("prefill", help="encoding and prompt chunks of one layer, on a CUDA device")

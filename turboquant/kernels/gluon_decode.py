@@ -285,10 +285,10 @@ def mask_edge(x, vs, token, length, PRESENT, rows, sliding, COLUMNS: gl.constexp
 
 @gluon.jit
 def make_shifts(
-    shifts, WAVES, FACTOR, COS_SIN, first, spans, first_row, q_start, q_len, head, heads, D: gl.constexpr,
+    shifts, WAVES, FACTOR, COS_SIN, first, last, spans, first_row, q_start, q_len, head, heads, D: gl.constexpr,
     G: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """What turning centres add to the scores of query rows in the spans first, first + 1, ...: into float32 [SPANS, R].
+    """What turning centres add to the scores of query rows in the spans first to last: into float32 [SPANS, R].
 
     WAVES float16 [T, heads, G, 2, D], number and rest, in units of FACTOR[.., 1]; COS_SIN float16 [spans, D].
     """
@@ -302,11 +302,11 @@ def make_shifts(
     row = first_row + query_row(column, R)
     line = (((q_start + row // G) * heads + head) * G + row % G) * 2 + column % 2
     real = row // G < q_len
-    for part in range(SPANS // some):
+    for part in range((last - first) // some + 1):
         span = first + part * some + gl.arange(0, some, layout=gl.SliceLayout(1, a_layout))
         turned = COS_SIN + gl.minimum(span, spans - 1)[:, None] * D
         raw = gl.full([some, 2 * R], 0.0, gl.float32, layout=MMA)
-        for step in range(0, D, WAVE_STEP):
+        for step in gl.static_range(0, D, WAVE_STEP):
             turns = gl.load(turned + (step + a_dim)[None, :])
             waves = gl.load(WAVES + line[None, :] * D + (step + b_dim)[:, None], mask=real[None, :], other=0.0)
             raw = mma_v2(turns, waves, raw)
@@ -411,9 +411,11 @@ def history(
     slot = 0
     for stretch in range(start, end, STRETCH):
         first_span = stretch * T // SPAN_TOKENS
+        last_span = (gl.minimum(stretch + STRETCH, end) - 1) * T // SPAN_TOKENS
         if TURNS:
             make_shifts(
-                shifts, WAVES, FACTOR, COS_SIN, first_span, spans, first_row, q_start, q_len, head, heads, D, G, R
+                shifts, WAVES, FACTOR, COS_SIN, first_span, last_span, spans, first_row, q_start, q_len, head, heads,
+                D, G, R,
             )  # fmt: skip
         for t in range(stretch, gl.minimum(stretch + STRETCH, end)):
             other = gl.where(slot == 0, STAGES - 1, slot - 1)

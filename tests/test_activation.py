@@ -148,7 +148,7 @@ def test_layers_that_share_a_cache_are_served_like_its_owner(monkeypatch):
     from turboquant.integration import backend, compat
     from turboquant.integration.vllm import UnsupportedEngineError
 
-    theirs, its_backend = SimpleNamespace(impl=object()), backend.backend_of(TurboQuantConfig(), 3)
+    theirs, its_backend = SimpleNamespace(impl=object()), backend.backend_of(TurboQuantConfig(), 3, 4)
     ours = SimpleNamespace(impl=object.__new__(backend.TurboQuantImpl), get_attn_backend=lambda: its_backend)
     monkeypatch.setattr(compat, "layer_place", lambda prefix: compat.LayerPlace(3, 12))
     shared, skipping = arguments(kv_sharing_target_layer_name="model.layers.1"), TurboQuantConfig(skip_layers=(3,))

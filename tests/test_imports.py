@@ -14,6 +14,7 @@ PACKAGE = Path(turboquant.__file__).parent
 ROOT = PACKAGE.parent
 # Lower layers never import higher ones; modules of one layer may know each other, without cycles.
 LAYERS = [
+    ("checks",),
     ("packing", "rotation", "codebook", "page", "config"),
     ("quantizer",),
     ("codec",),

@@ -66,7 +66,7 @@ def setup(lengths, codec, block_size=16, window=0, sinks=0):
         keys, values = (normal(length, heads, dim, seed=10 * i + s).to(DEVICE) for s in (1, 2))
         engine.begin_step(batch)
         engine.ingest(layer, keys, values, slots_of(table[i], torch.arange(length, device=DEVICE), block_size))
-        table[i, -(-length // block_size) :] = GARBAGE
+        table[i, -(-length // block_size) + 1 :] = GARBAGE  # but for the block of the rows to come
     return engine, layer, table
 
 
@@ -108,9 +108,9 @@ def compare(lengths, codec, group=3, query_lens=None, sliding=0, softcap=0.0, bl
     poison(layer, planned, table)
     query = normal(len(lengths), heads, group, planned.length, dim, seed=99).to(DEVICE) * dim**-0.5 * 2
     rotated = codec.query(query.flatten(2, 3)).view(query.shape)
-    shift = codec.center_logit(query.flatten(2, 3)).view(query.shape[:-1])
-    found = history.history_kernel(layer, planned, rotated, shift, softcap)
-    assert_same(found, twin_history(layer, planned, rotated, shift, softcap))
+    waves = codec.waves(query.flatten(2, 3)).view(query.shape)
+    found = history.history_kernel(layer, planned, rotated, waves, softcap)
+    assert_same(found, twin_history(layer, planned, rotated, waves, softcap))
 
 
 def assert_same(found, expected):

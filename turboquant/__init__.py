@@ -21,7 +21,7 @@ _LAZY = {
     "enable_no_alloc": "turboquant.vllm_attn_backend",
     "free_kv_cache": _HOOKS,
     "get_mode": _HOOKS,
-    "get_stats": _HOOKS,
+    "get_stats": "turboquant.integration.attach",
     "install_hooks": _HOOKS,
     "install_turboquant_hooks": _HOOKS,
     "set_mode": _HOOKS,

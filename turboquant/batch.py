@@ -8,6 +8,8 @@ from functools import cached_property
 
 import torch
 
+from turboquant.checks import check_indices, check_int
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionBatch:
@@ -25,6 +27,17 @@ class AttentionBatch:
     block_size: int
     lens: list[tuple[int, int, int]] | None = None
     lines: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_int("block_size", self.block_size, least=1)
+        check_indices("seq_lens", self.seq_lens, (None,), "[R]")
+        check_indices("query_start", self.query_start, (len(self.seq_lens) + 1,), "[R + 1] for R seq_lens")
+        check_indices("block_table", self.block_table, (len(self.seq_lens), None), "[R, M]")
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Query rows up to the last request's, as the host knows them."""
+        return max((start + new for start, new, _ in self.host_lens if new), default=0)
 
     @cached_property
     def entries(self) -> torch.Tensor:

@@ -5,7 +5,8 @@ the error of quantisation evenly over channels, also over those that large queri
 k -> (k - center) * gain.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from turboquant.codec import KeyTransform
 from turboquant.config import TurboQuantConfig
+from turboquant.rotary import Rotary, still
 
 TEXT = Path(__file__).parent / "data" / "calibration.txt"
 CHUNK = 512  # tokens of a sequence made of it
@@ -20,6 +22,7 @@ SINKS = TurboQuantConfig().sink_size  # first tokens of a sequence, left out: th
 # Power of the optimal gain that is used.  The optimum supposes that every query meets every key; on SmolLM2 and
 # Qwen2.5-Coder half of it (in logarithms) loses less (issue 5).
 STRENGTH = 0.5
+PARTS = ("center", "gain", "turning_center", "turning_gain")  # names of a layer's tensors in calibration files
 MAX_GAIN = 16.0  # of a channel over the geometric mean, and its inverse: channels without energy have no optimum
 
 
@@ -37,34 +40,87 @@ def sequences(ids: list[int], most: int) -> list[list[int]]:
 
 @dataclass(eq=False)
 class Moments:
-    """Sums over tokens of one layer, float64: of keys and of their squares [H_kv, d], of squared queries [H_kv, d]."""
+    """Sums over the tokens of one layer, float64 [H_kv, d]: of squared keys and of squared queries, of keys times the
+    cosine and times the sine of their span; and [3, d] of cosines squared, sines squared, and cosines times sines.
+    """
 
+    rotary: Rotary
     tokens: int
-    keys: torch.Tensor
     key_squares: torch.Tensor
     query_squares: torch.Tensor
+    cosines: torch.Tensor
+    sines: torch.Tensor
+    turns: torch.Tensor
 
     @classmethod
-    def empty(cls, num_kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> "Moments":
-        sums = (torch.zeros(num_kv_heads, head_dim, dtype=torch.float64, device=device) for _ in range(3))
-        return cls(0, *sums)
+    def empty(cls, num_kv_heads: int, head_dim: int, rotary: Rotary | None = None) -> "Moments":
+        squares, queries, cosines, sines = torch.zeros(4, num_kv_heads, head_dim, dtype=torch.float64)
+        rotary = (rotary or still(head_dim, torch.device("cpu"))).to("cpu")
+        return cls(rotary, 0, squares, queries, cosines, sines, torch.zeros(3, head_dim, dtype=torch.float64))
 
-    def add(self, keys: torch.Tensor, query: torch.Tensor) -> None:
-        """Keys [N, H_kv, d] and queries [N, H_q, d] of N tokens."""
-        grouped = query.double().unflatten(1, (keys.shape[1], -1))
+    def add(self, keys: torch.Tensor, query: torch.Tensor, positions: torch.Tensor) -> None:
+        """Keys [N, H_kv, d] and queries [N, H_q, d] of N tokens at positions int64 [N] of their sequences."""
+        keys, grouped = keys.cpu().double(), query.cpu().double().unflatten(1, (keys.shape[1], -1))
+        cosine, sine = self.rotary.wide[self.rotary.spans(positions.cpu())].double().unbind(1)
         self.tokens += len(keys)
-        self.keys += keys.double().sum(0)
-        self.key_squares += keys.double().square().sum(0)
+        self.key_squares += keys.square().sum(0)
         self.query_squares += grouped.square().mean(2).sum(0)
+        self.cosines += (keys * cosine[:, None]).sum(0)
+        self.sines += (keys * sine[:, None]).sum(0)
+        self.turns += torch.stack((cosine.square(), sine.square(), cosine * sine)).sum(1)
 
     def transform(self) -> KeyTransform:
-        """Centre: the mean key.  Gain: `balanced_gain` to the power of STRENGTH."""
+        """Centre: the mean key, turned back.  Gain: `balanced_gain` to the power of STRENGTH."""
         if not self.tokens:
             raise ValueError("no tokens were seen; there is nothing to calibrate with")
-        center = self.keys / self.tokens
-        variance = (self.key_squares / self.tokens - center.square()).clamp(min=0)
-        gain = balanced_gain(variance, self.query_squares / self.tokens) ** STRENGTH
+        # The least squares of keys - (cosine + sine quarter) center.
+        center = (self.cosines - self.rotary.quarter(self.sines)) / (self.turns[0] + self.turns[1])
+        gain = balanced_gain(self._variance(center), self.query_squares / self.tokens) ** STRENGTH
         return KeyTransform(center.float(), gain.float())
+
+    def error(self, transform: KeyTransform) -> float:
+        """What logits lose by quantised keys, up to the quantiser's factor: mean over heads (`balanced_gain`)."""
+        gain = transform.gain.double().square()
+        keys = (self._variance(transform.center.double()) * gain).sum(-1)
+        return float((keys * (self.query_squares / self.tokens / gain).sum(-1)).mean())
+
+    def _variance(self, center: torch.Tensor) -> torch.Tensor:
+        """Mean square [H_kv, d] of the keys without their centres."""
+        quarter, (cosine, sine, both) = self.rotary.quarter(center), self.turns
+        energy = center.square() * cosine + quarter.square() * sine + 2 * center * quarter * both
+        squares = self.key_squares - 2 * (center * self.cosines + quarter * self.sines) + energy
+        return (squares / self.tokens).clamp(min=0)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTransforms:
+    """The key transforms of a layer: with one centre for all positions, and with one that turns where that is better
+    (without the rotary embedding, which belongs to the model).
+    """
+
+    constant: KeyTransform
+    turning: KeyTransform | None = None
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> "LayerTransforms":
+        """The inverse of `tensors`; ValueError where a tensor is missing or unknown."""
+        if tensors.keys() not in (set(PARTS[:2]), set(PARTS)):
+            raise ValueError(f"{sorted(tensors)} are not {', '.join(PARTS[:2])} (and {', '.join(PARTS[2:])})")
+        pairs = [
+            KeyTransform(tensors[center], tensors[gain]) for center, gain in (PARTS[:2], PARTS[2:]) if center in tensors
+        ]
+        return cls(*pairs)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """float32 [H_kv, d] by name."""
+        transforms = [self.constant] if self.turning is None else [self.constant, self.turning]
+        return dict(zip(PARTS, (x for each in transforms for x in (each.center, each.gain)), strict=False))
+
+    def best(self, rotary: Rotary | None) -> KeyTransform:
+        """The transform of a cache that knows the positions of what it holds, and the layer's embedding if any."""
+        if rotary is None or self.turning is None:
+            return self.constant
+        return replace(self.turning, rotary=rotary)
 
 
 def balanced_gain(key_variance: torch.Tensor, query_energy: torch.Tensor) -> torch.Tensor:
@@ -80,17 +136,18 @@ def balanced_gain(key_variance: torch.Tensor, query_energy: torch.Tensor) -> tor
     return log_gain.clamp(-limit, limit).exp()
 
 
-def of_layer(transforms: dict[str, KeyTransform], name: str, place: tuple[int, int], num_kv_heads: int) -> KeyTransform:
-    """A layer's transform for the KV heads of one rank; ValueError if the file does not know it.
+def of_layer(
+    transforms: dict[str, LayerTransforms], name: str, place: tuple[int, int], num_kv_heads: int
+) -> LayerTransforms:
+    """A layer's transforms for the KV heads of one rank; ValueError if the file does not know it.
 
     place: rank and number of tensor-parallel ranks; where these outnumber the heads, neighbours hold the same one.
     """
     if name not in transforms:
         raise ValueError(f"the calibration file has no layer {name!r}; it was made for another model")
-    transform = transforms[name]
-    heads = len(transform.center)
+    tensors = transforms[name].tensors()
+    heads = len(tensors["center"])
     if heads % num_kv_heads:
         raise ValueError(f"the calibration file has {heads} KV heads for {name!r}, this rank has {num_kv_heads}")
     first = place[0] * heads // place[1]
-    part = slice(first, first + num_kv_heads)
-    return KeyTransform(transform.center[part], transform.gain[part])
+    return LayerTransforms.of_tensors({side: x[first : first + num_kv_heads] for side, x in tensors.items()})

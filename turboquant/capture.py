@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from turboquant.batch import AttentionBatch
-from turboquant.codec import KVCodec
+from turboquant.checks import check_float_dtype, check_int
+from turboquant.codec import KVCodec, rotary_bytes
 from turboquant.store import CompressedBlockStore
 
 
@@ -86,6 +87,7 @@ class ExactRing:
     sinks: first tokens that are kept exactly, a block of them at most.
     Tables: slot_of_block int64 [num_blocks] (-1 = none), owner int64 [capacity] (-1 = free), used int64 [capacity]
     (clock of last use), written bool [capacity, block_size].
+    number int32 [num_blocks]: which block of its sequence a physical block is; of prefixes that requests share, too.
     """
 
     def __init__(
@@ -97,6 +99,10 @@ class ExactRing:
         device: torch.device | str = "cpu",
         sinks: int = 0,
     ):
+        check_int("block_size", block_size, least=1)
+        sizes = {"num_blocks": num_blocks, "window": window, "capacity": capacity, "sinks": sinks}
+        for name, size in sizes.items():
+            check_int(name, size)
         self.block_size, self.capacity = block_size, capacity
         self.window, self.sinks = (window, min(sinks, block_size)) if capacity else (0, 0)
         self.step = 0  # the clock; two ticks a step
@@ -108,6 +114,8 @@ class ExactRing:
             torch.zeros(capacity + 1, block_size, dtype=torch.bool, device=device),
         )
         self.slot_of_block, self.owner, self.used, self.written = (table[:-1] for table in self._tables)
+        self._numbers = torch.zeros(num_blocks + 1, dtype=torch.int32, device=device)
+        self.number = self._numbers[:-1]
 
     @property
     def columns(self) -> int:
@@ -127,11 +135,12 @@ class ExactRing:
     @property
     def nbytes(self) -> int:
         """Bytes of the tables."""
-        return sum(table.nbytes for table in self._tables)
+        return self._numbers.nbytes + sum(table.nbytes for table in self._tables)
 
     def plan(self, batch: AttentionBatch) -> ExactWindow:
         """Start a step: touch what is live, give entries to the blocks written now, and locate what is exact."""
         self.step += 2
+        self._number_written(batch)
         wanted = [self._plan_window(batch)] if self.window else []
         if self.sinks:
             self._touch(self._first_block(batch, batch.seq_lens > 0), self.step)
@@ -139,6 +148,19 @@ class ExactRing:
         if wanted:
             self._assign(torch.cat(wanted, 1))
         return self.locate(batch)
+
+    def _number_written(self, batch: AttentionBatch) -> None:
+        """Note the numbers of the blocks that are written now."""
+        column = torch.arange(batch.block_table.shape[1], device=batch.seq_lens.device)
+        first, last = (x[:, None] // self.block_size for x in (batch.history_lens, batch.seq_lens - 1))
+        written = (column >= first) & (column <= last) & (batch.query_lens > 0)[:, None]
+        blocks = torch.where(written, batch.block_table.long(), len(self.number))
+        self._numbers[blocks] = column.int().expand_as(blocks)
+
+    def positions(self, slots: torch.Tensor) -> torch.Tensor:
+        """Positions int64 [N] in their sequences of the tokens in `slots` [N]; anything for slots below 0."""
+        blocks = slots.clamp(min=0) // self.block_size
+        return self.number[blocks].long() * self.block_size + slots.clamp(min=0) % self.block_size
 
     def _plan_window(self, batch: AttentionBatch) -> torch.Tensor:
         """Touch the blocks of the windows; blocks int64 [R, n] that are written now and read by the next steps."""
@@ -241,6 +263,7 @@ class RingData:
     """Exact keys and values of one layer: [tokens, H_kv, d] in the cache's dtype, `ExactRing.tokens` or more."""
 
     def __init__(self, tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str):
+        check_float_dtype(dtype)
         self.keys = torch.zeros(tokens, num_kv_heads, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
 
@@ -266,11 +289,12 @@ class LayerCache:
 
     def ingest(self, ring: ExactRing, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Write a step's tokens: keys, values [N, H_kv, d], slots int64 [N] (below 0 = padding, skipped)."""
+        self.store.check_tokens(slots, keys, values)
         slots = slots[: len(keys)]
         if self.encode is not None:
             self.encode(self, ring, keys[: len(slots)], values[: len(slots)], slots)
             return
-        self.store.write(slots, keys, values)
+        self.store.write(slots, keys, values, ring.positions(slots))
         rows, index = ring.accept(slots)
         self.recent.keys[index] = keys[rows].to(self.recent.keys.dtype)
         self.recent.values[index] = values[rows].to(self.recent.values.dtype)
@@ -308,19 +332,29 @@ class KVCaptureEngine:
         device: torch.device | str = "cpu",
         sinks: int = 0,
     ):
-        self.num_blocks, self.block_size, self.device = num_blocks, block_size, torch.device(device)
         self.ring = ExactRing(num_blocks, block_size, window, capacity if window or sinks else 0, device, sinks)
+        self.num_blocks, self.block_size, self.device = num_blocks, block_size, torch.device(device)
         self.layers: dict[str, LayerCache] = {}
 
     def add_layer(self, name: str, codec: KVCodec, num_kv_heads: int, dtype: torch.dtype) -> LayerCache:
-        """Allocate the pages and the exact tokens of a layer; all memory of the layer is taken here."""
+        """Allocate the pages and the exact tokens of a layer; all memory of the layer is taken here.
+
+        ValueError for a name that there is already, other heads than the codec's, or a dtype that no model computes in.
+        """
+        if name in self.layers:
+            raise ValueError(f"there is a layer {name!r} already")
         store = CompressedBlockStore(codec, self.num_blocks, num_kv_heads, self.block_size, self.device)
         recent = RingData(self.ring.tokens, num_kv_heads, codec.key.dim, dtype, self.device)
         self.layers[name] = LayerCache(store, recent)
         return self.layers[name]
 
     def begin_step(self, batch: AttentionBatch) -> StepPlan:
-        """Plan a step; before its first `ingest`, and once for all layers."""
+        """Plan a step; before its first `ingest`, and once for all layers.
+
+        ValueError for blocks of another size than the engine's.
+        """
+        if batch.block_size != self.block_size:
+            raise ValueError(f"the batch has block_size={batch.block_size}, the engine {self.block_size}")
         return StepPlan(batch, self.ring.plan(batch))
 
     def ingest(self, layer: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -330,4 +364,5 @@ class KVCaptureEngine:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor of the group: pages, exact tokens, codec tables, ring tables."""
-        return self.ring.nbytes + sum(layer.nbytes for layer in self.layers.values())
+        layers = self.layers.values()
+        return self.ring.nbytes + sum(layer.nbytes for layer in layers) + rotary_bytes(layer.codec for layer in layers)

@@ -19,12 +19,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
+
+from turboquant.checks import is_int
 
 SHIPPED_DIMS = (64, 80, 96, 112, 128, 192, 256, 576)
 SHIPPED_BITS = (1, 2, 3, 4)
@@ -104,7 +106,7 @@ class Codebook:
         return tuple((lo + hi) / 2 for lo, hi in zip(self.centroids, self.centroids[1:], strict=False))
 
 
-@cache
+@lru_cache(maxsize=None, typed=True)  # True is not 1
 def load(dim: int, bits: int) -> Codebook:
     """The codebook of (dim, bits): read from the shipped file, or solved in memory when none is shipped."""
     _validate(dim, bits)
@@ -161,9 +163,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _validate(dim: int, bits: int) -> None:
-    if bits not in SHIPPED_BITS:
+    if not is_int(bits) or bits not in SHIPPED_BITS:
         raise ValueError(f"no Lloyd-Max codebook has bits={bits!r}; allowed: {SHIPPED_BITS}")
-    if dim < MIN_DIM:
+    if not is_int(dim) or dim < MIN_DIM:
         raise ValueError(f"no Lloyd-Max codebook has dim={dim!r}; allowed: dim >= {MIN_DIM}")
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from turboquant.checks import check_int, is_int
+
 KEY_BITS = (2, 3, 4, 8)
 VALUE_BITS = {"lloyd": (2, 3, 4), "group": (2, 3, 4, 8)}
 NO_CALIBRATION = "none"
@@ -96,10 +98,6 @@ def parse_average(text: str) -> float:
     except ValueError:
         least, most = AUTO_BITS
         raise ValueError(f"preset '{AUTO}{text}' needs a number of {least} to {most} after {AUTO!r}") from None
-
-
-def is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def parse_mode(mode: "Mode | str") -> Mode:
@@ -202,8 +200,7 @@ class TurboQuantConfig:
         if not isinstance(self.calibration, str):
             raise ValueError(f"calibration={self.calibration!r} must be the path of a calibration file")
         for name in ("buffer_size", "sink_size", "initial_layers_count", "shadow_interval", "seed"):
-            if not is_int(getattr(self, name)) or getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be an integer of at least 0")
+            check_int(name, getattr(self, name))
         if not isinstance(self.ring_share, int | float) or self.ring_share is True or not 0 < self.ring_share <= 1:
             raise ValueError(f"ring_share={self.ring_share!r} must be above 0 and at most 1")
         if not is_int(self.value_group) or self.value_group not in VALUE_GROUPS:

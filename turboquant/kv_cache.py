@@ -4,6 +4,7 @@ import torch
 
 from turboquant.batch import AttentionBatch
 from turboquant.capture import KVCaptureEngine, StepPlan, exact_blocks
+from turboquant.checks import check_floats, check_int, check_rows
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import TurboQuantConfig
 from turboquant.score import HybridScorer
@@ -32,9 +33,8 @@ class TurboQuantKVCache:
     ):
         sizes = {"num_kv_heads": num_kv_heads, "max_tokens": max_tokens, "batch_size": batch_size}
         for name, size in {**sizes, "block_size": block_size}.items():
-            if size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
-        config = config or TurboQuantConfig()
+            check_int(name, size, least=1)
+        config = TurboQuantConfig() if config is None else config
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.max_tokens, self.batch_size, self.length = max_tokens, batch_size, 0
         per_sequence = -(-max_tokens // block_size)
@@ -48,6 +48,7 @@ class TurboQuantKVCache:
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Encode key and value float [B, H_kv, T, d] behind the tokens that are cached."""
+        self._check(key, value)
         self._ingest(key, value)
 
     def attend(
@@ -60,11 +61,14 @@ class TurboQuantKVCache:
         """
         if (key is None) != (value is None):
             raise ValueError("attend needs key and value together, or neither")
-        self._check_query(query, key)
+        self._check_query(query)
         if key is None or value is None:
             batch = self._batch(self.length + query.shape[2], query.shape[2])
             plan, own = StepPlan(batch, self._engine.ring.locate(batch)), None
         else:
+            self._check(key, value)
+            if key.shape[2] != query.shape[2]:
+                raise ValueError(f"query has {query.shape[2]} rows per sequence, key {key.shape[2]}; give it as many")
             plan, own = self._ingest(key, value), (token_rows(key), token_rows(value))
         output = torch.empty_like(token_rows(query))
         self._scorer.attend(self._layer, plan, token_rows(query), own, output)
@@ -87,7 +91,6 @@ class TurboQuantKVCache:
         return AttentionBatch(starts, lens, self._table, self._engine.block_size)
 
     def _ingest(self, key: torch.Tensor, value: torch.Tensor) -> StepPlan:
-        self._check(key, value)
         new, size = key.shape[2], self._engine.block_size
         plan = self._engine.begin_step(self._batch(self.length + new, new))
         positions = torch.arange(self.length, self.length + new, device=self._table.device)
@@ -96,19 +99,17 @@ class TurboQuantKVCache:
         self.length += new
         return plan
 
-    def _check_query(self, query: torch.Tensor, key: torch.Tensor | None) -> None:
-        fits = query.dim() == 4 and query.shape[0] == self.batch_size and query.shape[3] == self.head_dim
-        if not fits or query.shape[1] % self.num_kv_heads or not query.shape[1]:
-            expected = f"[{self.batch_size}, multiple of {self.num_kv_heads}, T, {self.head_dim}]"
-            raise ValueError(f"query is {tuple(query.shape)}, expected [B, H_q, T, d] = {expected}")
-        if key is not None and key.dim() == 4 and key.shape[2] != query.shape[2]:
-            raise ValueError(f"query has {query.shape[2]} rows per sequence, key {key.shape[2]}; they must be equal")
+    def _check_query(self, query: torch.Tensor) -> None:
+        check_floats("query", query)
+        heads = query.shape[1] if query.dim() == 4 else 0
+        if not heads or heads % self.num_kv_heads:
+            raise ValueError(f"query is {tuple(query.shape)}, expected [B, multiple of {self.num_kv_heads}, T, d]")
+        check_rows("query", query, (self.batch_size, heads, None, self.head_dim), "[B, H_q, T, d]", self._table.device)
 
     def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        expected = (self.batch_size, self.num_kv_heads, key.shape[2] if key.dim() == 4 else -1, self.head_dim)
-        for name, tensor in (("key", key), ("value", value)):
-            if tuple(tensor.shape) != expected:
-                raise ValueError(f"{name} is {tuple(tensor.shape)}, expected [B, H_kv, T, d] = {expected}")
+        shape, device = (self.batch_size, self.num_kv_heads, None, self.head_dim), self._table.device
+        check_rows("key", key, shape, "[B, H_kv, T, d]", device)
+        check_rows("value", value, tuple(key.shape), "[B, H_kv, T, d]", device)
         if self.length + key.shape[2] > self.max_tokens:
             used = f"{self.length} of max_tokens={self.max_tokens} are used"
             raise ValueError(f"{key.shape[2]} more tokens do not fit: {used}")

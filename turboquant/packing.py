@@ -8,12 +8,14 @@ apart, and needs no interleave.
 
 import torch
 
+from turboquant.checks import is_int
+
 PLANE_WIDTHS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 
 
 def plane_widths(bits: int) -> tuple[int, ...]:
     """Widths in bits of the planes that hold codes of `bits` bits, lowest bits first."""
-    if bits not in PLANE_WIDTHS:
+    if not is_int(bits) or bits not in PLANE_WIDTHS:
         raise ValueError(f"cannot pack {bits}-bit codes; allowed: {sorted(PLANE_WIDTHS)}")
     return PLANE_WIDTHS[bits]
 

@@ -11,11 +11,18 @@ from functools import cached_property
 
 import torch
 
+from turboquant.checks import check_int, is_int
 from turboquant.packing import plane_bytes, plane_widths
 
 ALIGNMENT = 16
 SCALAR_BYTES = 2  # bfloat16
 GIB = 2**30
+
+
+def check_head_dim(head_dim: int) -> None:
+    """ValueError for head sizes of which no page can be made."""
+    if not is_int(head_dim) or head_dim < 16 or head_dim % 8:
+        raise ValueError(f"head size {head_dim!r} is not supported; it must be a multiple of 8 and at least 16")
 
 
 def align(size: int) -> int:
@@ -48,10 +55,11 @@ class PageFormat:
     value_scalars: int = 1
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"block_size={self.block_size} must be at least 1")
-        if self.head_dim < 16 or self.head_dim % 8:
-            raise ValueError(f"head size {self.head_dim} is not supported; it must be a multiple of 8 and at least 16")
+        check_head_dim(self.head_dim)
+        for name in ("block_size", "key_scalars", "value_scalars"):
+            check_int(name, getattr(self, name), least=1)
+        for bits in (self.key_bits, self.value_bits):
+            plane_widths(bits)  # refuses those of which no plane can be made
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
@@ -84,6 +92,8 @@ class PageFormat:
 
     def bytes_per_token(self, num_kv_heads: int, num_layers: int = 1) -> float:
         """Bytes that one token takes in pages of all heads and layers, padding included."""
+        check_int("num_kv_heads", num_kv_heads, least=1)
+        check_int("num_layers", num_layers, least=1)
         return self.page_bytes / self.block_size * num_kv_heads * num_layers
 
     def tokens_per_gib(self, num_kv_heads: int, num_layers: int) -> int:
@@ -103,8 +113,9 @@ class PageFormat:
 
     def check(self, pages: torch.Tensor) -> None:
         """Raise ValueError unless `pages` has this format's dtype and page size, pages contiguous in memory."""
-        if pages.dtype != torch.uint8 or pages.shape[-1] != self.page_bytes or pages.stride(-1) != 1:
-            raise ValueError(
-                f"pages must be uint8 [..., {self.page_bytes}] with contiguous pages for {self}; "
-                f"got {pages.dtype} {tuple(pages.shape)} with strides {pages.stride()}"
-            )
+        expected = f"pages must be uint8 [..., {self.page_bytes}] with contiguous pages for {self}; got"
+        if not isinstance(pages, torch.Tensor):
+            raise TypeError(f"{expected} a {type(pages).__name__}")
+        fits = pages.dtype == torch.uint8 and pages.shape[-1:] == (self.page_bytes,) and pages.stride(-1) == 1
+        if not fits:
+            raise ValueError(f"{expected} {pages.dtype} {tuple(pages.shape)} with strides {pages.stride()}")

@@ -20,10 +20,13 @@ from typing import Self
 import torch
 
 from turboquant import codebook
+from turboquant.checks import check_floats, check_instance, check_int, check_shape, is_int
+from turboquant.config import VALUE_BITS
 from turboquant.packing import pack, packed_bytes, plane_bytes, plane_widths, unpack
 from turboquant.rotation import Rotation, batch_invariant_matmul, identity_rotation, tree_sum
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
+PROD_BITS = (2, 3, 4)  # a sign, and a codebook of the others
 NORMS = ("corrected", "plain", "unbiased")
 SCAN_RADIUS = 0.2  # half width of the encoder's scale scan
 
@@ -34,6 +37,23 @@ class Quantized:
 
     codes: torch.Tensor
     scalars: torch.Tensor
+
+    def check(self, dim: int, num_scalars: int) -> None:
+        """Raise ValueError unless there are rows of `dim` codes with so many scalars each."""
+        check_bytes("codes", self.codes, dim)
+        expected = (*self.codes.shape[:-1], num_scalars)
+        check_shape("scalars", self.scalars, expected, "[..., n]")
+        if self.scalars.dtype != torch.bfloat16:
+            raise ValueError(f"scalars are {self.scalars.dtype}, expected torch.bfloat16")
+
+
+def check_bytes(name: str, x: torch.Tensor, size: int) -> None:
+    """Refuse all but tensors uint8 [..., size]."""
+    expected = f"expected torch.uint8 [..., {size}]"
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} are a {type(x).__name__}, {expected}")
+    if x.dtype != torch.uint8 or x.shape[-1:] != (size,):
+        raise ValueError(f"{name} are {x.dtype} {tuple(x.shape)}, {expected}")
 
 
 class Quantizer(ABC):
@@ -62,10 +82,14 @@ class Quantizer(ABC):
 
     def quantize(self, x: torch.Tensor) -> Quantized:
         """float [..., d] in the original basis -> Quantized."""
+        check_floats("rows", x)
+        if x.shape[-1:] != (self.dim,):
+            raise ValueError(f"rows are {tuple(x.shape)}, expected [..., {self.dim}]")
         return self.encode(self.rotation.forward(x))
 
     def dequantize(self, quantized: Quantized) -> torch.Tensor:
         """Quantized -> float32 [..., d] in the original basis."""
+        self._check(quantized)
         return self.rotation.inverse(self.decode(quantized))
 
     @property
@@ -75,13 +99,19 @@ class Quantizer(ABC):
 
     def to_bytes(self, quantized: Quantized) -> torch.Tensor:
         """Quantized -> uint8 [..., row_bytes], the scalars last."""
+        self._check(quantized)
         return torch.cat([*pack(quantized.codes, self.bits), scalars_to_bytes(quantized.scalars)], dim=-1)
 
     def from_bytes(self, raw: torch.Tensor) -> Quantized:
         """Inverse of `to_bytes`."""
+        check_bytes("bytes", raw, self.row_bytes)
         widths = [plane_bytes(width, self.dim) for width in plane_widths(self.bits)]
         *planes, scalars = raw.split([*widths, 2 * self.num_scalars], dim=-1)
         return Quantized(unpack(list(planes), self.bits), bytes_to_scalars(scalars))
+
+    def _check(self, quantized: Quantized) -> None:
+        check_instance("quantized", quantized, Quantized)
+        quantized.check(self.dim, self.num_scalars)
 
 
 def scalars_to_bytes(scalars: torch.Tensor) -> torch.Tensor:
@@ -106,10 +136,17 @@ def exact_quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
     return x / torch.full((), divisor, device=x.device)
 
 
+def check_rotation(rotation: Rotation, dim: int) -> None:
+    """Refuse what is no rotation of rows of `dim`."""
+    check_instance("rotation", rotation, Rotation)
+    if not is_int(dim) or rotation.dim != dim:
+        raise ValueError(f"the rotation is of head size {rotation.dim}, not {dim!r}")
+
+
 def scan_scales(candidates: int) -> list[float]:
     """Pre-scales that the encoder tries, 1 in their middle."""
-    if candidates < 1 or candidates % 2 == 0:
-        raise ValueError(f"scale_candidates must be an odd number of at least 1, got {candidates}")
+    if not is_int(candidates) or candidates < 1 or candidates % 2 == 0:
+        raise ValueError(f"scale_candidates must be an odd number of at least 1, got {candidates!r}")
     half = candidates // 2
     return [1.0 + SCAN_RADIUS * i / half for i in range(-half, half + 1)] if half else [1.0]
 
@@ -130,6 +167,7 @@ class TurboQuantMSE(Quantizer):
     def __init__(self, dim: int, bits: int, rotation: Rotation, scale_candidates: int = 1, norm: str = "corrected"):
         if norm not in NORMS:
             raise ValueError(f"unknown norm {norm!r}; allowed: {NORMS}")
+        check_rotation(rotation, dim)
         book = codebook.load(dim, bits)
         self.dim, self.bits, self.rotation, self.norm = dim, bits, rotation, norm
         self.grid = book.grid
@@ -195,8 +233,11 @@ class TurboQuantProd(Quantizer):
     num_scalars = 2
 
     def __init__(self, dim: int, bits: int, rotation: Rotation, sketch: torch.Tensor):
-        if bits < 2:
-            raise ValueError(f"the 'prod' quantizer needs at least 2 bits, got {bits}")
+        if not is_int(bits) or bits not in PROD_BITS:
+            raise ValueError(f"the 'prod' quantizer needs at least 2 bits, got {bits!r}; allowed: {PROD_BITS}")
+        check_rotation(rotation, dim)
+        check_floats("sketch", sketch)
+        check_shape("sketch", sketch, (dim, dim), "[d, d]")
         self.dim, self.bits, self.rotation, self.sketch = dim, bits, rotation, sketch
         self.mse = TurboQuantMSE(dim, bits - 1, rotation, norm="plain")
         self.gain = (torch.pi / 2) ** 0.5 / dim  # Lemma 4
@@ -234,8 +275,11 @@ class GroupQuantizer(Quantizer):
     """
 
     def __init__(self, dim: int, bits: int, group: int = 32):
-        if group < 1 or dim % group:
-            raise ValueError(f"group size {group} does not divide the head size {dim}")
+        if not is_int(bits) or bits not in VALUE_BITS["group"]:
+            raise ValueError(f"bits={bits!r} of a group are not supported; allowed: {VALUE_BITS['group']}")
+        check_int("head size", dim, least=1)
+        if not is_int(group) or group < 1 or dim % group:
+            raise ValueError(f"group size {group!r} does not divide the head size {dim}")
         self.dim, self.bits, self.group = dim, bits, group
         self.num_scalars = 2 * (dim // group)
         self.rotation = identity_rotation(dim)

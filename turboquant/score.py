@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from turboquant.capture import LayerCache, StepPlan
+from turboquant.checks import check_int, check_number, check_rows
 
 TILE_ELEMENTS = 1 << 24  # float32 numbers in the largest temporary of a tile (64 MiB)
 WORKSPACE_TOKENS = 16384  # tokens that are decoded at a time for a dense kernel
@@ -41,7 +42,7 @@ def attend(
     """Softmax attention over one tile.
 
     query float32 [n, H_kv, G, Q, d], already scaled; keys, values [n, H_kv, T, d]; mask bool [n, Q or 1, T];
-    shift float32 [n, H_kv, G, Q], added to all logits of a row.
+    shift float32 [n, H_kv, G, Q, T], added to the logits.
     Tokens that no row may see are blanked before the sum: their memory may hold anything (0 * NaN is NaN).
     Returns out [n, H_kv, G, Q, d] and lse [n, H_kv, G, Q].
     """
@@ -50,7 +51,7 @@ def attend(
     scores = query.flatten(2, 3) @ keys.float().transpose(-1, -2)
     scores = scores.unflatten(2, query.shape[2:4])
     if shift is not None:
-        scores = scores + shift[..., None]
+        scores = scores + shift
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
@@ -124,8 +125,10 @@ class QueryGroup:
         return x[self.tokens].float().transpose(1, 2)
 
     @cached_property
-    def history(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Compressed tokens per tile: physical blocks int64 [n, count], mask bool [n, Q or 1, count * block_size]."""
+    def history(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Compressed tokens per tile: position of the first, blocks int64 [n, count], mask bool [n, Q or 1, T];
+        T = count * block_size.
+        """
         return list(self._history())
 
     @cached_property
@@ -144,7 +147,7 @@ class QueryGroup:
         """int64 [n, Q], position of each query row in its sequence."""
         return self.cached[:, None] + torch.arange(self.length, device=self.rows.device)
 
-    def _history(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _history(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         batch, size = self.plan.batch, self.plan.batch.block_size
         cached, step = self.cached, max(1, self.tile // size)
         end = -(-int(cached.max()) // size)
@@ -158,7 +161,7 @@ class QueryGroup:
                 continue
             blocks = self.blocks[:, first : first + count].long()
             used = mask.any(1).unflatten(1, (count, -1)).any(2)
-            yield torch.where(used, blocks, 0), mask
+            yield first * size, torch.where(used, blocks, 0), mask
 
     def _chunk(self) -> Iterator[tuple[slice, torch.Tensor]]:
         queries = self.positions
@@ -191,7 +194,7 @@ class FusedKernel(Protocol):
         """Steps of as many new rows a request for which this is the same launch the same compiled kernels."""
 
 
-# (layer, group, rotated query [n, H_kv, G, Q, d], shift [n, H_kv, G, Q], softcap) -> Partial in the value basis
+# (layer, group, rotated query and waves (`KVCodec.waves`) [n, H_kv, G, Q, d], softcap) -> Partial in the value basis
 HistoryKernel = Callable[[LayerCache, QueryGroup, torch.Tensor, torch.Tensor, float], Partial]
 
 
@@ -210,6 +213,11 @@ class HybridScorer:
     history: HistoryKernel | None = None
     fused: tuple[FusedKernel, ...] = ()
 
+    def __post_init__(self) -> None:
+        check_number("scale", self.scale)
+        check_int("window", self.window)
+        check_number("softcap", self.softcap, least=0)
+
     def attend(
         self,
         layer: LayerCache,
@@ -223,8 +231,9 @@ class HybridScorer:
 
         own: keys and values [T, H_kv, d] of the step's rows, attended exactly and causally; None to attend to cached
         tokens only.  rows_by_length selects requests (default: all that have query rows); other rows of `output` stay
-        as they are.
+        as they are.  Fewer rows than the plan's, other heads than the layer's, and integers are refused.
         """
+        check_step(layer, plan.batch.num_rows, query, own, output)
         selected = plan.batch.rows_by_length() if rows_by_length is None else rows_by_length
         for length, rows in selected.items():
             group = self._group(plan, length, rows, tile_tokens(len(rows), length, query.shape[1], query.shape[2]))
@@ -249,10 +258,10 @@ class HybridScorer:
         return plan.groups[key]
 
     def _history(self, layer: LayerCache, group: QueryGroup, heads: torch.Tensor) -> Partial:
-        """Cached keys lack their centre: its logit is the same for all of them, but not for the other segments."""
+        """Cached keys lack their centres, whose logits are the same for all tokens of a span."""
         query = layer.codec.query(heads.flatten(2, 3)).view(heads.shape)
-        shift = layer.codec.center_logit(heads.flatten(2, 3)).view(heads.shape[:-1])
-        partial = (self.history or twin_history)(layer, group, query, shift, self.softcap)
+        waves = layer.codec.waves(heads.flatten(2, 3)).view(heads.shape)
+        partial = (self.history or twin_history)(layer, group, query, waves, self.softcap)
         return layer.codec.output(partial[0]), partial[1]
 
     def _recent(self, layer: LayerCache, group: QueryGroup, heads: torch.Tensor) -> Partial:
@@ -270,12 +279,28 @@ class HybridScorer:
         return partial
 
 
+def check_step(layer: LayerCache, count: int, query: torch.Tensor, own: Own | None, output: torch.Tensor) -> None:
+    """Refuse tensors that are not those of a step of `count` rows in this layer."""
+    heads, dim, device = layer.store.num_kv_heads, layer.codec.key.dim, layer.store.pages.device
+    check_rows("query", query, (None, None, dim), "[T, H_q, d]", device)
+    if query.shape[1] % heads:
+        raise ValueError(f"query has {query.shape[1]} heads, expected a multiple of {heads}")
+    check_rows("output", output, (None, query.shape[1], dim), "[T, H_q, d]", device)
+    if own is not None:
+        check_rows("key", own[0], (None, heads, dim), "[T, H_kv, d]", device)
+        check_rows("value", own[1], (None, heads, dim), "[T, H_kv, d]", device)
+    rows = [len(x) for x in (query, output, *(own or ()))]
+    if min(rows) < count:
+        raise ValueError(f"query, output, key, value have {rows} rows, the step has {count}")
+
+
 def twin_history(
-    layer: LayerCache, group: QueryGroup, query: torch.Tensor, shift: torch.Tensor, softcap: float
+    layer: LayerCache, group: QueryGroup, query: torch.Tensor, waves: torch.Tensor, softcap: float
 ) -> Partial:
     """Compressed tokens of a group, in the codec's bases; what a HistoryKernel must equal."""
     partial = empty_partial(query)
-    for blocks, mask in group.history:
+    for first, blocks, mask in group.history:
+        shift = layer.codec.center_logits(waves, torch.arange(first, first + mask.shape[-1], device=mask.device))
         partial = merge(partial, attend(query, *layer.store.read(blocks), mask, softcap, shift))
     return partial
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from turboquant.checks import check_device, check_indices, check_instance, check_int, check_rows
 from turboquant.codec import KVCodec
 from turboquant.packing import pack, unpack
 from turboquant.quantizer import Quantized, Quantizer, bytes_to_scalars, scalars_to_bytes
@@ -25,6 +26,11 @@ class CompressedBlockStore:
         device: torch.device | str = "cpu",
         pages: torch.Tensor | None = None,
     ):
+        check_instance("codec", codec, KVCodec)
+        check_int("num_blocks", num_blocks)
+        check_device(device)
+        if num_kv_heads != codec.num_kv_heads:
+            raise ValueError(f"num_kv_heads={num_kv_heads!r}, but the codec is for {codec.num_kv_heads} heads")
         self.codec = codec
         self.block_size = block_size
         self.format = codec.page_format(block_size)
@@ -47,14 +53,31 @@ class CompressedBlockStore:
         """Bytes of the pages."""
         return self.pages.nbytes
 
-    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Encode keys and values float [N, H_kv, d] into `slots` int64 [N]; slots below 0 are padding and skipped."""
+    def check_tokens(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Refuse what `write` cannot take: slots int64 [n], keys and values float [N, H_kv, d] on the pages' device.
+
+        The values of slots are not looked at, nor are n and N compared: batches are padded on either side.
+        """
+        check_indices("slots", slots, (None,), "[n]")
+        check_rows("keys", keys, (None, self.num_kv_heads, self.codec.key.dim), "[N, H_kv, d]", self.pages.device)
+        check_rows("values", values, (*keys.shape,), "[N, H_kv, d]", self.pages.device)
+
+    def write(
+        self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> None:
+        """Encode keys and values float [N, H_kv, d] into `slots` int64 [N]; slots below 0 are padding and skipped.
+
+        positions: int64 [N] of the tokens in their sequences, where the codec's centres turn (`KVCodec`).
+        """
+        self.check_tokens(slots, keys, values)
         slots = slots[: len(keys)]
         valid = slots >= 0
+        if positions is not None:
+            positions = positions[: len(slots)][valid]
         slots, keys, values = slots[valid], keys[: len(slots)][valid], values[: len(slots)][valid]
         if not len(slots):
             return
-        self._scatter(slots, "key", self.codec.key, self.codec.encode_keys(keys))
+        self._scatter(slots, "key", self.codec.key, self.codec.encode_keys(keys, positions))
         self._scatter(slots, "value", self.codec.value, self.codec.encode_values(values))
 
     def read(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,15 +85,19 @@ class CompressedBlockStore:
 
         Both stay in the codec's bases (`KVCodec.query`, `KVCodec.output`).
         """
+        check_indices("blocks", blocks)
         pages = self.pages[blocks].transpose(-3, -2)  # [..., H_kv, n, page_bytes]
         return self._decode(pages, "key", self.codec.key), self._decode(pages, "value", self.codec.value)
 
-    def read_slots(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_slots(
+        self, slots: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode single tokens: int64 [N] -> keys and values float32 [N, H_kv, d] in the original basis."""
+        check_indices("slots", slots, (None,), "[N]")
         blocks, local = slots // self.block_size, slots % self.block_size
         unique, where = blocks.unique(return_inverse=True)
         keys, values = self.read(unique[:, None])  # [U, H_kv, block_size, d]
-        return self.codec.decode_keys(keys[where, :, local]), self.codec.output(values[where, :, local])
+        return self.codec.decode_keys(keys[where, :, local], positions), self.codec.output(values[where, :, local])
 
     def _planes(self, prefix: str) -> Sequence[torch.Tensor]:
         return [self.format.view(self.pages, plane) for plane in self.format.group(prefix)]

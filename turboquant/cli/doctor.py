@@ -1,6 +1,7 @@
 """`turboquant doctor`: whether turboquant can serve here, and what it would do with a model."""
 
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -12,7 +13,7 @@ import typer
 
 from turboquant.cli.arguments import Json, Options, config_from
 from turboquant.cli.output import FAILED, print_json, quiet_vllm, ranges, refusing
-from turboquant.cli.serve import command_objection
+from turboquant.cli.serve import server_command
 from turboquant.config import NO_CALIBRATION, TurboQuantConfig
 
 if TYPE_CHECKING:
@@ -145,8 +146,10 @@ def check_variables() -> Finding:
 
 def check_command() -> Finding:
     """Not needed where vLLM is used from Python."""
-    objection = command_objection()
-    return Finding("warn", "command", objection) if objection else Finding("ok", "command", "vllm serve can start")
+    program, *rest = server_command("MODEL", ())
+    if shutil.which(program) is None:
+        return Finding("warn", "command", "there is no vllm command on the path")
+    return Finding("ok", "command", f"turboquant serve starts {' '.join((Path(program).name, *rest))}")
 
 
 def check_contract() -> list[Finding]:

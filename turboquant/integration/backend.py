@@ -26,11 +26,11 @@ from vllm.v1.attention.backend import (
 
 from turboquant.allocation import LayerDamage, allocate
 from turboquant.batch import AttentionBatch
-from turboquant.calibration import of_layer
+from turboquant.calibration import LayerTransforms, of_layer
 from turboquant.capture import ExactRing, ExactWindow, LayerCache, RingData, StepPlan, exact_blocks
-from turboquant.codec import KeyTransform, KVCodec
+from turboquant.codec import KeyTransform, KVCodec, rotary_bytes
 from turboquant.config import NO_CALIBRATION, TurboQuantConfig
-from turboquant.integration import compat, selfcalibration, sensitivity
+from turboquant.integration import compat, selfcalibration, sensitivity, telemetry
 from turboquant.integration.calibration_file import load_transforms
 from turboquant.integration.rehearsal import distinct_steps, largest_steps, rehearse, rehearse_plan
 from turboquant.integration.vllm import UnsupportedEngineError
@@ -124,18 +124,6 @@ def backend_of(config: TurboQuantConfig, key_bits: int, value_bits: int) -> type
     return type(f"TurboQuantBackend_k{key_bits}v{value_bits}", (TurboQuantBackend,), fields)
 
 
-@dataclass
-class Counters:
-    """Tokens that a KV-cache group wrote, and cached ones that its queries read, per layer; dummy steps included."""
-
-    tokens_encoded: int = 0
-    tokens_read: int = 0
-
-    def add(self, lens: list[tuple[int, int, int]]) -> None:
-        self.tokens_encoded += sum(new for _, new, _ in lens)
-        self.tokens_read += sum(cached for _, new, cached in lens if new)
-
-
 @dataclass(eq=False)
 class TurboQuantMetadata(AttentionMetadata):
     """One step of a KV-cache group: vLLM's fields, and the plan that the layers share."""
@@ -168,6 +156,8 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         if all(layer.impl.attached for layer in compressed_layers(vllm_config).values()):
             compat.log_once(vllm_config, summary(vllm_config))  # the last group has joined
+            telemetry.write_figures(self.meter.writer, figures(vllm_config))
+        self.has_pages = False
 
     def _prepare(self) -> None:
         """Everything that outlives a step."""
@@ -177,7 +167,8 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         blocks = compat.kernel_blocks(self.vllm_config, self.block_size)
         self.ring = ExactRing(blocks, self.block_size, memory.window, capacity, self.device, memory.sinks)
         self.plan_ring = choose_plan(self.ring.owner.device)
-        self.counters = Counters()
+        writer = telemetry.Writer(compat.worker_place(self.vllm_config))
+        self.meter = telemetry.Meter(writer, self.layer_names[0], self.device)
         self._join()
         for impl in {impl.variant: impl for impl in self.impls}.values():
             impl.compile_kernels()
@@ -198,7 +189,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
                 raise RuntimeError(
                     f"{name} has room for {impl.memory.ring_tokens} exact tokens, not {self.ring.tokens}"
                 )
-            impl.attach(self.ring, self.counters)
+            impl.attach(self.ring, self.meter)
             self.impls.append(impl)
 
     @classmethod
@@ -221,9 +212,12 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             step.query_start_loc[: count + 1].long(), step.seq_lens[:count].long(), step.block_table_tensor[:count],
             self.block_size, compat.lens_on_host(step), self.lines[:count],
         )  # fmt: skip
-        self.counters.add(batch.host_lens)
         plan = StepPlan(batch, self.window.of(count))
         self.plan_ring(self.ring, batch, self.lines[:count], plan.window)
+        self.meter.step(batch.host_lens, plan.window.present)
+        if not self.has_pages:  # at the first step vLLM has allocated them
+            telemetry.write_figures(self.meter.writer, figures(self.vllm_config))
+            self.has_pages = True
         return TurboQuantMetadata(
             step.num_actual_tokens, step.max_query_len, step.query_start_loc, step.max_seq_len, step.seq_lens,
             step.block_table_tensor, step.slot_mapping, self.ring, plan, self._rows(batch),
@@ -301,15 +295,18 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.bound: int | None = None
 
     def configure(
-        self, config: TurboQuantConfig, transforms: dict[str, KeyTransform], name: str, layer_index: int
+        self, config: TurboQuantConfig, transforms: dict[str, LayerTransforms], name: str, layer_index: int
     ) -> None:
         """Called when the layer has been made: what it is compressed with."""
-        self.config, self.layer_index, self.transform = config, layer_index, None
+        self.config, self.layer_index = config, layer_index
+        self.named: LayerTransforms | None = None  # what the calibration file says
+        self.transform: KeyTransform | None = None
         if self.target_name is not None:
             self.target = compat.current_layer(self.target_name).impl
             self.target.is_shared = True
         elif transforms:
-            self.transform = of_layer(transforms, name, compat.tensor_parallel_place(), self.num_kv_heads)
+            self.named = of_layer(transforms, name, compat.tensor_parallel_place(), self.num_kv_heads)
+            self.transform = self.named.constant  # until the layer's rotary embedding is known
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Codec and exact tokens; before vLLM measures what is left for pages.  Weights may be loaded again."""
@@ -376,7 +373,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
     def variant(self) -> tuple[object, ...]:
         """Layers for which this is the same run the same compiled kernels."""
         heads = (self.num_heads, self.num_kv_heads, self.head_size, self.codec.key.bits, self.codec.value.bits)
-        return *heads, self.sliding_window, self.logits_soft_cap, self.transform is None
+        return *heads, self.sliding_window, self.logits_soft_cap
 
     def take_memory(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Use as much transient memory as any step can, while vLLM measures: rows of a step of the most tokens."""
@@ -397,9 +394,9 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         steps = distinct_steps(self.host.limits, self.scorer, self.num_heads)
         rehearse(self.cache, self.scorer, ring, (query, (key, value)), steps)
 
-    def attach(self, ring: ExactRing, counters: Counters) -> None:
+    def attach(self, ring: ExactRing, meter: telemetry.Meter) -> None:
         """Join a KV-cache group."""
-        self.ring, self.counters, self.attached, self.bound = ring, counters, True, None
+        self.ring, self.meter, self.attached, self.bound = ring, meter, True, None
         self._equip(ring)
 
     def _equip(self, ring: ExactRing) -> None:
@@ -518,7 +515,7 @@ def backend_of_layer(config: TurboQuantConfig, place: compat.LayerPlace) -> type
     return backend_of(config, config.layer_key_bits(place.index), config.layer_value_bits(place.index))
 
 
-def made(config: TurboQuantConfig, transforms: dict[str, KeyTransform], layer: Any) -> None:
+def made(config: TurboQuantConfig, transforms: dict[str, LayerTransforms], layer: Any) -> None:
     """A layer with one of our backends has been made."""
     place = compat.layer_place(layer.layer_name)
     if place.draft:
@@ -527,17 +524,24 @@ def made(config: TurboQuantConfig, transforms: dict[str, KeyTransform], layer: A
 
 
 def calibrate_loaded(runner: Any) -> None:
-    """Give the layers key transforms measured on the loaded model, unless a calibration was named."""
+    """Give the layers of the loaded model the key transforms of a calibration that was named, or measured ones."""
     ours = compressed_layers(runner.vllm_config)
+    found = calibrations(runner, ours)
+    device = next(iter(ours.values())).impl.host.device
+    rotaries = compat.outside_pools(device, lambda: compat.rotaries(runner)) if found else {}
+    for name in ours.keys() & found.keys():
+        ours[name].impl.recalibrate(found[name].best(rotaries.get(name)))
+
+
+def calibrations(runner: Any, ours: dict[str, Any]) -> dict[str, LayerTransforms]:
+    """Of a file or measured; none where that was asked for, or the model cannot be measured."""
     if next(iter(ours.values())).impl.config.calibration:
-        return
+        return {name: layer.impl.named for name, layer in ours.items() if layer.impl.named is not None}
     if reason := compat.run_objection(runner.vllm_config):
         refuse_biased(runner, reason)
         logger.warning("turboquant: the model is not calibrated (%s); turboquant.calibrate writes a file", reason)
-        return
-    for name, transform in selfcalibration.measure(runner).items():
-        if name in ours:
-            ours[name].impl.recalibrate(transform)
+        return {}
+    return selfcalibration.measure(runner)
 
 
 def allocate_loaded(runner: Any) -> None:
@@ -591,7 +595,14 @@ def compressed_layers(vllm_config: Any) -> dict[str, Any]:
 
 
 def stats(vllm_config: Any) -> dict[str, Any]:
-    """Layers, bytes and counters of the native route in this worker; JSON-ready."""
+    """Layers, bytes and counters of the native route in this worker; JSON-ready.  Waits for the device."""
+    groups = {id(layer.impl.meter): layer.impl.meter for layer in compressed_layers(vllm_config).values()}.values()
+    counters = ("tokens_encoded", "tokens_read", "tokens_read_exact")
+    return fixed_stats(vllm_config) | {name: sum(getattr(meter, name) for meter in groups) for name in counters}
+
+
+def fixed_stats(vllm_config: Any) -> dict[str, Any]:
+    """What steps do not change."""
     ours = compressed_layers(vllm_config)
     others = {n: layer for n, layer in compat.attention_layers(vllm_config).items() if n not in ours}
     owners = [layer for layer in ours.values() if layer.impl.target is None]
@@ -609,6 +620,7 @@ def stats(vllm_config: Any) -> dict[str, Any]:
         ),
         "capacity_tokens": compat.pool_tokens(vllm_config),
         "page_bytes": sum(layer.kv_cache.nbytes for layer in owners),
+        "calibration": first.config.calibration or ("at the start" if first.transform is not None else NO_CALIBRATION),
         "calibrated_layers": sum(layer.impl.transform is not None for layer in owners),
         "window": first.ring.window,
         "sinks": first.ring.sinks,
@@ -616,9 +628,8 @@ def stats(vllm_config: Any) -> dict[str, Any]:
         "exact_tokens_per_request": first.ring.tokens_per_request,
         "ring_tokens": first.memory.ring_tokens,
         "ring_bytes": sum(layer.impl.recent.nbytes for layer in owners) + sum(g.ring.nbytes for g in groups),
-        "table_bytes": sum(layer.impl.table_bytes for layer in ours.values()),
-        "tokens_encoded": sum(group.counters.tokens_encoded for group in groups),
-        "tokens_read": sum(group.counters.tokens_read for group in groups),
+        "table_bytes": sum(layer.impl.table_bytes for layer in ours.values())
+        + rotary_bytes(layer.impl.codec for layer in owners),
     }
 
 
@@ -628,9 +639,20 @@ def formats(layers: Sequence[Any]) -> dict[str, int]:
     return dict(Counter(names))
 
 
+def figures(vllm_config: Any) -> telemetry.Figures:
+    """For the metrics."""
+    found = fixed_stats(vllm_config)
+    return telemetry.Figures(
+        found["preset"], found["route"], found["calibration"], len(found["layers"]), len(found["skipped"]),
+        found["bytes_per_token_compressed"], found["bytes_per_token_native"], found["capacity_tokens"],
+        found["page_bytes"], found["ring_bytes"], found["table_bytes"], found["ring_tokens"],
+        found["exact_tokens_per_request"],
+    )  # fmt: skip
+
+
 def summary(vllm_config: Any) -> str:
     """One line: layers compressed and skipped and why, bytes per token, tokens of capacity."""
-    found = stats(vllm_config)
+    found = fixed_stats(vllm_config)
     packed, plain = found["bytes_per_token_compressed"], found["bytes_per_token_native"]
     mixed = ", ".join(f"{count} {name}" for name, count in found["formats"].items())
     name = f"{found['preset']} ({mixed})" if len(found["formats"]) > 1 else found["preset"]

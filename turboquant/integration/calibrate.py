@@ -13,24 +13,25 @@ from typing import Any
 import torch
 
 from turboquant.batch import AttentionBatch
-from turboquant.calibration import SINKS, Moments
-from turboquant.codec import KeyTransform
+from turboquant.calibration import SINKS, LayerTransforms
+from turboquant.checks import is_int
 from turboquant.config import TurboQuantConfig
 from turboquant.integration import compat, selfcalibration, sensitivity
 from turboquant.integration.attach import call_workers
 from turboquant.integration.calibration_file import save_transforms
+from turboquant.rotary import Rotary
 
 logger = logging.getLogger("turboquant")
-Figures = dict[str, tuple[list[list[float]], list[list[float]]]]  # layer -> centre, gain
+Figures = dict[str, dict[str, list[list[float]]]]  # layer -> `LayerTransforms.tensors`, as lists
 
 
 class Observer:
     """Replaces `impl.forward` of a layer, looks at its arguments and calls what was there."""
 
-    def __init__(self, layer: Any):
+    def __init__(self, layer: Any, rotary: Rotary | None):
         self.impl, self.forward = layer.impl, layer.impl.forward
         self.had_own = "forward" in vars(layer.impl)
-        self.moments = Moments.empty(layer.num_kv_heads, layer.head_size)
+        self.moments = selfcalibration.LayerMoments(layer, rotary)
         layer.impl.forward = self.observe
 
     def observe(
@@ -38,8 +39,9 @@ class Observer:
         attn_metadata: Any, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         if attn_metadata is not None:
-            rows = beyond_sinks(compat.batch_of(attn_metadata, 1))
-            self.moments.add(*(x.view(len(x), -1, layer.head_size)[rows].cpu() for x in (key, query)))
+            rows, positions = beyond_sinks(compat.batch_of(attn_metadata, 1))
+            keys, queries = (x.view(len(x), -1, layer.head_size)[rows] for x in (key, query))
+            self.moments.add(keys, queries, positions)
         result: torch.Tensor = self.forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
         return result
 
@@ -50,11 +52,14 @@ class Observer:
             del self.impl.forward
 
 
-def beyond_sinks(batch: AttentionBatch) -> torch.Tensor:
-    """Rows int64 [n] of a step's tokens, without the first of every sequence."""
-    lens = [(start, new, max(0, SINKS - cached)) for start, new, cached in batch.host_lens]
-    rows = [torch.arange(start + min(skipped, new), start + new) for start, new, skipped in lens]
-    return torch.cat(rows).to(batch.seq_lens.device)
+def beyond_sinks(batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows int64 [n] of a step's tokens, without the first of every sequence, and their positions in those."""
+    rows, positions = [], []
+    for start, new, cached in batch.host_lens:
+        row = torch.arange(min(max(0, SINKS - cached), new), new)
+        rows.append(start + row)
+        positions.append(cached + row)
+    return torch.cat(rows).to(batch.seq_lens.device), torch.cat(positions)
 
 
 def compressible(runner: Any) -> dict[str, Any]:
@@ -73,15 +78,19 @@ def damages(runner: Any) -> sensitivity.Damages:
     """What few bits cost in every layer, on the package's text; empty where that cannot be measured."""
     if compat.probe_objection(runner.vllm_config):
         return {}
+    layers, rotaries = selfcalibration.measure(runner), compat.rotaries(runner)
+    transforms = {name: layer.best(rotaries.get(name)) for name, layer in layers.items()}
     places = {name: index for index, name in enumerate(compressible(runner))}
-    return sensitivity.measure(runner, TurboQuantConfig(), selfcalibration.measure(runner), places)
+    return sensitivity.measure(runner, TurboQuantConfig(), transforms, places)
 
 
 def start(runner: Any) -> None:
     """Observe every layer that could be compressed, in this worker; ValueError if that is under way."""
     if hasattr(runner, "turboquant_observers"):
         raise ValueError("a calibration is under way already; finish it first")
-    runner.turboquant_observers = {name: Observer(layer) for name, layer in compressible(runner).items()}
+    rotaries = compat.rotaries(runner)
+    layers = compressible(runner).items()
+    runner.turboquant_observers = {name: Observer(layer, rotaries.get(name)) for name, layer in layers}
 
 
 def finish(runner: Any) -> Figures:
@@ -91,12 +100,12 @@ def finish(runner: Any) -> Figures:
     observers: dict[str, Observer] = vars(runner).pop("turboquant_observers")
     for observer in observers.values():
         observer.remove()
-    return as_figures({name: observer.moments.transform() for name, observer in observers.items()})
+    return as_figures({name: observer.moments.transforms() for name, observer in observers.items()})
 
 
-def as_figures(transforms: Mapping[str, KeyTransform]) -> Figures:
+def as_figures(transforms: Mapping[str, LayerTransforms]) -> Figures:
     """Transforms as lists, which every RPC can carry."""
-    return {name: (transform.center.tolist(), transform.gain.tolist()) for name, transform in transforms.items()}
+    return {name: {side: x.tolist() for side, x in layer.tensors().items()} for name, layer in transforms.items()}
 
 
 def calibrate(llm: Any, path: str | Path, prompts: Sequence[str | list[int]] | None = None) -> Path:
@@ -107,14 +116,25 @@ def calibrate(llm: Any, path: str | Path, prompts: Sequence[str | list[int]] | N
     prompts: texts or token ids like those that the model will see, and as long: what is measured holds for the
     positions that they reach.  Default: a text of several kinds in the package, at positions all over the context.
     """
-    if prompts is not None and not prompts:
-        raise ValueError("prompts is empty; give texts or lists of token ids, or None for the package's text")
+    check_prompts(prompts)
     workers = call_workers(llm, "tq_calibration_measure") if prompts is None else observe_prompts(llm, prompts)
     model = llm.llm_engine.vllm_config.model_config
     transforms, number = merge_workers(workers, model.get_total_num_kv_heads()), len(prompts or ())
     logger.info("turboquant: calibrated %d layers with %s: %s", len(transforms), number or "the package's text", path)
     costs = call_workers(llm, "tq_calibration_damages")[0]
     return save_transforms(path, transforms, costs, model=model.model, prompts=number)
+
+
+def check_prompts(prompts: object) -> None:
+    """ValueError unless prompts is None, or texts and lists of token ids, and not empty."""
+    if prompts is None:
+        return
+    if not isinstance(prompts, list | tuple) or not prompts or not all(map(is_prompt, prompts)):
+        raise ValueError(f"prompts={prompts!r} must be texts or lists of token ids, or None for the package's text")
+
+
+def is_prompt(prompt: object) -> bool:
+    return bool(prompt) and (isinstance(prompt, str) or (isinstance(prompt, list | tuple) and all(map(is_int, prompt))))
 
 
 def observe_prompts(llm: Any, prompts: Sequence[str | list[int]]) -> list[Figures]:
@@ -136,16 +156,16 @@ def as_prompt(prompt: str | list[int]) -> Any:
     return prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
 
 
-def merge_workers(workers: Sequence[Figures], total_heads: int) -> dict[str, KeyTransform]:
+def merge_workers(workers: Sequence[Figures], total_heads: int) -> dict[str, LayerTransforms]:
     """Transforms of all KV heads, from tensor-parallel ranks in order and pipeline stages one after another."""
-    parts: dict[str, list[tuple[list[list[float]], list[list[float]]]]] = {}
+    parts: dict[str, list[dict[str, list[list[float]]]]] = {}
     for figures in workers:
         for name, figure in figures.items():
             parts.setdefault(name, []).append(figure)
     merged = {}
     for name, ranks in parts.items():
         # More ranks than KV heads: neighbours hold the same head.
-        ranks = ranks[:: max(1, len(ranks) * len(ranks[0][0]) // total_heads)]
-        center, gain = (torch.tensor([head for rank in ranks for head in rank[side]]) for side in (0, 1))
-        merged[name] = KeyTransform(center, gain)
+        ranks = ranks[:: max(1, len(ranks) * len(ranks[0]["center"]) // total_heads)]
+        sides = {side: torch.tensor([head for rank in ranks for head in rank[side]]) for side in ranks[0]}
+        merged[name] = LayerTransforms.of_tensors(sides)
     return merged

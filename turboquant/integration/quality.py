@@ -9,11 +9,13 @@ what the cache holds of everything before it; log-probabilities of prompts would
 
 import argparse
 import codecs
+import inspect
 import json
 import os
 import pydoc_data.topics
 import sys
 import tarfile
+import typing
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +29,7 @@ from turboquant.integration.engine_benchmark import NATIVE_DTYPES, greedy
 
 REFERENCE = "native"
 KEY_TOKENS = 24  # first tokens of a text, by which its request is recognised
-CODE = (argparse, tarfile, codecs)
+CODE = (argparse, tarfile, codecs, inspect, typing)
 ROWS = 256  # log-probabilities that are compared at a time
 
 

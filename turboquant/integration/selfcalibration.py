@@ -14,11 +14,30 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from turboquant.calibration import CHUNK, SINKS, Moments, sequences, text_ids
-from turboquant.codec import KeyTransform
+from turboquant.calibration import CHUNK, SINKS, LayerTransforms, Moments, sequences, text_ids
 from turboquant.integration import compat
+from turboquant.rotary import Rotary
 
 RANDOM_TOKENS = 4 * CHUNK  # where the engine has no tokenizer
+
+
+class LayerMoments:
+    """Moments of one layer's keys, as they are and without their rotary embedding."""
+
+    def __init__(self, layer: Any, rotary: Rotary | None):
+        kinds = [None] if rotary is None else [None, rotary]
+        self.kinds = [Moments.empty(layer.num_kv_heads, layer.head_size, kind) for kind in kinds]
+
+    def add(self, keys: torch.Tensor, query: torch.Tensor, positions: torch.Tensor) -> None:
+        """As `Moments.add`."""
+        for moments in self.kinds:
+            moments.add(keys, query, positions)
+
+    def transforms(self) -> LayerTransforms:
+        """A centre that turns is left out where it is worse: some layers have an embedding that they do not use."""
+        found = [(moments.transform(), moments) for moments in self.kinds]
+        errors = [moments.error(transform) for transform, moments in found]
+        return LayerTransforms(*(transform for transform, _ in found[: 1 + (errors[-1] < errors[0])]))
 
 
 class PlainAttention:
@@ -27,10 +46,10 @@ class PlainAttention:
     Softcaps and sliding windows are left out: pieces are short, and the moments hardly depend on them.
     """
 
-    def __init__(self, layer: Any, target: "PlainAttention | None"):
-        self.impl, self.target = layer.impl, target
+    def __init__(self, layer: Any, target: "PlainAttention | None", rotary: Rotary | None):
+        self.impl, self.target, self.first = layer.impl, target, 0
         self.scale = compat.attention_parameters(layer).scale
-        self.moments = Moments.empty(layer.num_kv_heads, layer.head_size)
+        self.moments = LayerMoments(layer, rotary)
         self.replaced = vars(self.impl).get("forward")  # of hooks, where they are installed
         self.impl.forward = self.attend
 
@@ -41,7 +60,7 @@ class PlainAttention:
         q = query.view(len(query), -1, layer.head_size)
         if self.target is None:
             self.rows = key.view(len(key), layer.num_kv_heads, -1), value.view(len(value), layer.num_kv_heads, -1)
-            self.moments.add(self.rows[0][SINKS:].cpu(), q[SINKS:].cpu())
+            self.moments.add(self.rows[0][SINKS:], q[SINKS:], torch.arange(self.first + SINKS, self.first + len(q)))
         keys, values = (self.target or self).rows
         q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
         found = scaled_dot_product_attention(q, keys, values, is_causal=True, scale=self.scale, enable_gqa=True)
@@ -54,20 +73,22 @@ class PlainAttention:
             self.impl.forward = self.replaced
 
 
-def measure(runner: Any) -> dict[str, KeyTransform]:
+def measure(runner: Any) -> dict[str, LayerTransforms]:
     """Key transforms of the model's layers, for this worker's KV heads."""
-    layers = compat.attention_layers(runner.vllm_config)
+    layers, rotaries = compat.attention_layers(runner.vllm_config), compat.rotaries(runner)
     standing: dict[str, PlainAttention] = {}
     for name, layer in layers.items():  # a layer comes behind the one whose cache it reads
         target = getattr(layer, "kv_sharing_target_layer_name", None)
-        standing[name] = PlainAttention(layer, standing[target] if target else None)
+        standing[name] = PlainAttention(layer, standing[target] if target else None, rotaries.get(name))
     try:
         for piece, first in placed_pieces(runner.vllm_config):
+            for attention in standing.values():
+                attention.first = first
             compat.run_model(runner, piece, first)
     finally:
         for attention in standing.values():
             attention.remove()
-    return {name: found.moments.transform() for name, found in standing.items() if found.moments.tokens}
+    return {name: found.moments.transforms() for name, found in standing.items() if found.moments.kinds[0].tokens}
 
 
 def first_positions(size: int, context: int) -> list[int]:

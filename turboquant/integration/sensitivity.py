@@ -234,7 +234,8 @@ def fakes(
     _, heads, dim = keys.shape
     with compat.default_dtype(torch.float32):
         codec = KVCodec.build(config, index, heads, dim, transform, keys.device)
-    decoded = codec.decode_keys(codec.key.decode(codec.encode_keys(keys)))
+    at = torch.arange(len(keys), device=keys.device)
+    decoded = codec.decode_keys(codec.key.decode(codec.encode_keys(keys, at)), at)
     return {"keys": decoded, "values": codec.output(codec.value.decode(codec.encode_values(values)))}
 
 

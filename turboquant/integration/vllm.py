@@ -18,9 +18,18 @@ import torch
 from turboquant.allocation import LayerDamage, allocate
 from turboquant.calibration import of_layer
 from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan, exact_blocks
+from turboquant.checks import check_instance
 from turboquant.codec import KeyTransform, KVCodec
-from turboquant.config import MODE_POLICIES, Mode, ModePolicy, SkippedLayer, TurboQuantConfig, parse_mode
-from turboquant.integration import compat, sensitivity
+from turboquant.config import (
+    MODE_POLICIES,
+    NO_CALIBRATION,
+    Mode,
+    ModePolicy,
+    SkippedLayer,
+    TurboQuantConfig,
+    parse_mode,
+)
+from turboquant.integration import compat, sensitivity, telemetry
 from turboquant.integration.calibration_file import load_transforms
 from turboquant.kernels import choose_kernels
 from turboquant.score import HybridScorer
@@ -132,8 +141,11 @@ class CacheGroup:
 class LayerHook:
     """The hooked attention layer: its compressed cache, its counters, and the way back."""
 
-    def __init__(self, handle: "HookHandle", name: str, layer: Any, group: CacheGroup, cache: LayerCache):
+    def __init__(
+        self, handle: "HookHandle", name: str, layer: Any, group: CacheGroup, cache: LayerCache, leads: bool = False
+    ):
         self.handle, self.name, self.layer, self.group, self.cache = handle, name, layer, group, cache
+        self.leads = leads  # of its group: whose counters go into the metrics
         parameters = compat.attention_parameters(layer)
         self.kernels = choose_kernels(cache, group.engine.ring, compat.dense_attention(cache.recent.keys))
         cache.encode = self.kernels.encode
@@ -159,6 +171,8 @@ class LayerHook:
             self.group.begin_step(metadata, slot_mapping, policy.native_write)
             self.group.engine.ingest(self.cache, key, value, slot_mapping)
             self.counters.tokens_encoded += self.group.step_tokens
+            if self.leads:
+                self._write_counters()
 
     def forward(
         self,
@@ -205,6 +219,12 @@ class LayerHook:
         self.counters.tokens_read_compressed += compressed
         self.counters.tokens_read_exact += exact
 
+    def _write_counters(self) -> None:
+        """Reads of the last step are still missing."""
+        exact, compressed = self.counters.tokens_read_exact, self.counters.tokens_read_compressed
+        encoded = self.counters.tokens_encoded
+        telemetry.write_counters(self.handle.writer, self.name, encoded, exact + compressed, exact)
+
     def _shadow(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: Any, native: torch.Tensor
     ) -> None:
@@ -216,6 +236,7 @@ class LayerHook:
         reference = native[:tokens].float()
         difference = (scored[:tokens].float() - reference).norm()
         self.shadow.add(float(difference / reference.norm().clamp(min=1e-30)))
+        self.handle.writer.write("turboquant_layer_error", self.shadow.mean or 0.0, self.name)
 
     def encode_native(self, blocks: torch.Tensor) -> None:
         """Fill the compressed pages of `blocks` from the native ones."""
@@ -272,6 +293,9 @@ class HookHandle(Mapping[str, LayerHook]):
     skipped: list[SkippedLayer] = field(default_factory=list)
     hooks: dict[str, LayerHook] = field(default_factory=dict)
     native_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.writer = telemetry.Writer(compat.worker_place(self.runner.vllm_config))
 
     def __getitem__(self, name: str) -> LayerHook:
         return self.hooks[name]
@@ -440,6 +464,9 @@ def install_turboquant_hooks(
         preset, key_bits=key_bits, value_bits=value_bits, buffer_size=buffer_size, **options
     )
     mode = parse_mode(mode)
+    if not hasattr(model_runner, "vllm_config"):
+        raise TypeError(f"model_runner={model_runner!r} is no model runner of vLLM: it has no vllm_config")
+    check_transforms(key_transforms)
     if id(model_runner) in _handles:
         raise HookError("turboquant's hooks are already installed on this model runner; uninstall them first")
     names, skipped = select_layers(model_runner, config)
@@ -460,7 +487,18 @@ def install_turboquant_hooks(
         handle.set_mode(mode)
         undo.pop_all()
     log_summary(handle)
+    telemetry.write_figures(handle.writer, figures(handle))
     return handle
+
+
+def check_transforms(transforms: object) -> None:
+    """TypeError unless these are None, or a KeyTransform per layer name."""
+    if transforms is None:
+        return
+    if not isinstance(transforms, Mapping):
+        raise TypeError(f"key_transforms={transforms!r} must be a KeyTransform per layer name")
+    for name, transform in transforms.items():
+        check_instance(f"key_transforms[{name!r}]", transform, KeyTransform)
 
 
 install_hooks = install_turboquant_hooks
@@ -519,7 +557,7 @@ def calibrated(handle: HookHandle, names: list[str]) -> dict[str, KeyTransform]:
         return {}
     transforms, layers = load_transforms(handle.config.calibration_file), compat.all_layers(handle.runner)
     place = compat.tensor_parallel_place()
-    return {name: of_layer(transforms, name, place, layers[name].num_kv_heads) for name in names}
+    return {name: of_layer(transforms, name, place, layers[name].num_kv_heads).constant for name in names}
 
 
 def build_caches(handle: HookHandle, names: list[str], transforms: dict[str, KeyTransform]) -> None:
@@ -540,7 +578,7 @@ def build_caches(handle: HookHandle, names: list[str], transforms: dict[str, Key
                 handle.config, order[name], size.num_kv_heads, size.head_dim, transforms.get(name), size.device
             )
             cache = group.engine.add_layer(name, codec, size.num_kv_heads, size.dtype)
-            handle.hooks[name] = LayerHook(handle, name, layers[name], group, cache)
+            handle.hooks[name] = LayerHook(handle, name, layers[name], group, cache, leads=name == members[0])
             handle.native_bytes += layers[name].kv_cache.nbytes
 
 
@@ -561,6 +599,17 @@ def make_engine(handle: HookHandle, layer: Any) -> KVCaptureEngine:
     handle.window = window
     capacity = min(max_seqs * each, limit)
     return KVCaptureEngine(size.num_blocks, size.block_size, window, capacity, size.device, sinks)
+
+
+def figures(handle: HookHandle) -> telemetry.Figures:
+    """For the metrics."""
+    found, ring = handle.stats(), handle.groups[0].engine.ring
+    slots = min(group.engine.num_blocks * group.engine.block_size for group in handle.groups)
+    return telemetry.Figures(
+        found["preset"], "hooks", handle.config.calibration or NO_CALIBRATION, len(handle), len(handle.skipped),
+        found["bytes_per_token_compressed"], found["bytes_per_token_native"], slots, found["store_bytes"],
+        found["ring_bytes"], found["table_bytes"], ring.tokens, ring.tokens_per_request,
+    )  # fmt: skip
 
 
 def log_summary(handle: HookHandle) -> None:

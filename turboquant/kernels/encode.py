@@ -27,12 +27,14 @@ from turboquant.quantizer import (
     TurboQuantMSE,
     TurboQuantProd,
 )
+from turboquant.rotary import SPAN as SPAN_TOKENS
 from turboquant.store import CompressedBlockStore
 
 MSE, PROD, FP8, GROUP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 IDENTITY, HADAMARD, HAAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 CORRECTED, PLAIN, UNBIASED = (tl.constexpr(i) for i in range(3))
 RADIUS = tl.constexpr(SCAN_RADIUS)
+SPAN = tl.constexpr(SPAN_TOKENS)
 FP8_MAX = tl.constexpr(448.0)
 ROUND = tl.constexpr(1.5 * 2**23)  # adding and subtracting it rounds |x| < 2^22 to the nearest even integer
 CHUNK = tl.constexpr(4)  # matrix columns per step: 16 bytes of a row
@@ -419,17 +421,17 @@ def _encode_side(x, pages, base, local, valid, matrix, sketch, thresholds, centr
     store_planes(pages, base, local, valid, codes, FIRST, SECOND, BITS, DIMENSION_MAJOR, T, D, P, BS)
 
 
-UNSPECIALISED = ["count", "key_stride", "key_head_stride", "value_stride", "value_head_stride"]
+UNSPECIALISED = ["count", "spans", "key_stride", "key_head_stride", "value_stride", "value_head_stride"]
 
 
 # Vector loads would put neighbouring coordinates into one thread: strides of unknown divisibility prevent them.
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _encode_kernel(
-    keys, values, slots, pages, slot_of_block, written, recent_keys, recent_values, center, gain, key_matrix,
-    key_sketch, key_thresholds, key_centroids, value_matrix, value_sketch, value_thresholds, value_centroids,
-    count, key_stride, key_head_stride, value_stride, value_head_stride, page_stride, page_head_stride,
-    KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BS: tl.constexpr,
-    T: tl.constexpr, P: tl.constexpr, LOG: tl.constexpr, L: tl.constexpr,
+    keys, values, slots, pages, slot_of_block, written, recent_keys, recent_values, number, wide, center, gain,
+    key_matrix, key_sketch, key_thresholds, key_centroids, value_matrix, value_sketch, value_thresholds,
+    value_centroids, count, spans, key_stride, key_head_stride, value_stride, value_head_stride, page_stride,
+    page_head_stride, KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BS: tl.constexpr, T: tl.constexpr, P: tl.constexpr, LOG: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     token = tl.program_id(0) * T + tl.arange(0, T)
@@ -449,9 +451,14 @@ def _encode_kernel(
             plain = _load_plain(keys, line, inside, D, P)
         x = _load_rows(keys, line, inside, T, D, P, L)
         coordinate = tl.arange(0, P)
+        block = tl.load(number + slot // BS, mask=inside, other=0)
+        span = tl.minimum((block * BS + local) // SPAN, spans - 1).to(tl.int64) * (2 * D)
+        cosine = _load_rows(wide, span, inside, T, D, P, L)
+        sine = _load_rows(wide + D, span, inside, T, D, P, L)
         shift = tl.load(center + head * D + coordinate, mask=coordinate < D, other=0.0)
+        quarter = tl.load(center + (H + head) * D + coordinate, mask=coordinate < D, other=0.0)
         scale = tl.load(gain + head * D + coordinate, mask=coordinate < D, other=0.0)
-        x = (x - shift[None, :]) * scale[None, :]
+        x = (x - (cosine * shift[None, :] + sine * quarter[None, :])) * scale[None, :]
         _encode_side(x, pages, base, local, valid, key_matrix, key_sketch, key_thresholds, key_centroids, KEY, False,
                      T, D, P, LOG, BS)  # fmt: skip
         if RING:
@@ -556,11 +563,14 @@ def arguments(
         "written": ring.written.view(torch.uint8),
         "recent_keys": layer.recent.keys,
         "recent_values": layer.recent.values,
-        "center": codec.transform.center,
+        "number": ring.number,
+        "wide": codec.rotary.wide,
+        "center": codec.center,
         "gain": codec.transform.gain,
         **side_tables(codec.key, "key"),
         **side_tables(codec.value, "value"),
         "count": count,
+        "spans": len(codec.rotary.wide),
         "key_stride": keys.stride(0),
         "key_head_stride": keys.stride(1),
         "value_stride": values.stride(0),

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from turboquant.kernels import encode
-from turboquant.kernels.encode import FP8_MAX, MSE, RADIUS
+from turboquant.kernels.encode import FP8_MAX, MSE, RADIUS, SPAN
 
 # The same functions, compiled for Gluon: as Gluon does with Triton's standard library.
 to_bits, from_bits, bfloat16_bits, float8 = (
@@ -317,11 +317,11 @@ def copy_to_ring(source, ring, line, slots, slot_of_block, token, inside, head, 
     return place, kept
 
 
-@gluon.jit(do_not_specialize=["count"])
+@gluon.jit(do_not_specialize=["count", "spans"])
 def encode_kernel(
-    keys, values, slots, pages, slot_of_block, written, recent_keys, recent_values, center, gain, key_matrix,
-    key_thresholds, key_centroids, value_matrix, value_thresholds, value_centroids, count, key_stride,
-    key_head_stride, value_stride, value_head_stride, page_stride, page_head_stride,
+    keys, values, slots, pages, slot_of_block, written, recent_keys, recent_values, number, wide, center, gain,
+    key_matrix, key_thresholds, key_centroids, value_matrix, value_thresholds, value_centroids, count, spans,
+    key_stride, key_head_stride, value_stride, value_head_stride, page_stride, page_head_stride,
     KEY: gl.constexpr, VALUE: gl.constexpr, RING: gl.constexpr, H: gl.constexpr, D: gl.constexpr, BS: gl.constexpr,
 ):  # fmt: skip
     """Program (tile of tokens, head, side)."""
@@ -340,9 +340,14 @@ def encode_kernel(
     if gl.program_id(2) == 0:
         line = token.to(gl.int64) * key_stride + head * key_head_stride
         x = gl.load(keys + line[:, None] + coordinate[None, :], mask=inside[:, None], other=0.0).to(gl.float32)
+        block = gl.load(number + slot // BS, mask=inside, other=0)
+        span = gl.minimum((block * BS + local) // SPAN, spans - 1) * (2 * D)
+        row = wide + span[:, None] + coordinate[None, :]
         shift = gl.load(center + head * D + coordinate)
+        quarter = gl.load(center + (H + head) * D + coordinate)
         scale = gl.load(gain + head * D + coordinate)
-        x = (x - shift[None, :]) * scale[None, :]
+        shift = gl.load(row).to(gl.float32) * shift[None, :] + gl.load(row + D).to(gl.float32) * quarter[None, :]
+        x = (x - shift) * scale[None, :]
         encode_side(x, pages, base, local, valid, key_matrix, key_thresholds, key_centroids, KEY, False, BS, LANES)
         if RING:
             place, kept = copy_to_ring(

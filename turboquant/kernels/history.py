@@ -24,12 +24,14 @@ from turboquant.kernels.pages import (
     sketch_signs,
 )
 from turboquant.quantizer import TurboQuantProd
+from turboquant.rotary import SPAN
 from turboquant.score import Partial, QueryGroup
 from turboquant.store import CompressedBlockStore
 
 TARGET_PROGRAMS = 512  # a few waves on any current GPU; independent of lengths, so a captured graph may keep it
 MAX_SPLITS = 32
 MAX_DIM = 256
+SPAN_TOKENS = tl.constexpr(SPAN)
 # Plain tf32 is off by 5e-3 at logits of 10; AMD's matrix units take float32 and know no tf32x3.
 PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
 
@@ -53,12 +55,13 @@ def _key_scores(q, sketched, pages, scalars, table, base, local, coordinate, see
     return scores
 
 
-@triton.jit(do_not_specialize=["table_stride", "present_stride", "rows", "query_len", "splits"])
+@triton.jit(do_not_specialize=["table_stride", "present_stride", "rows", "query_len", "splits", "spans"])
 def _history_kernel(
-    query, sketch, shift, pages, scalars, block_table, lengths, present, key_table, value_table, out, lse,
-    table_stride, present_stride, page_stride, head_stride, rows, query_len, splits, softcap, sliding,
+    query, sketch, waves, cos_sin, pages, scalars, block_table, lengths, present, key_table, value_table, out, lse,
+    table_stride, present_stride, page_stride, head_stride, rows, query_len, splits, spans, softcap, sliding,
     H: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    COLUMNS: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, T: tl.constexpr,
+    TURNS: tl.constexpr, COLUMNS: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0) // H, tl.program_id(0) % H
     split, row = tl.program_id(1), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -67,7 +70,8 @@ def _history_kernel(
     inside = (row < rows)[:, None] & (coordinate < D)[None, :]
     q = tl.load(query + line, mask=inside, other=0.0)
     sketched = tl.load(sketch + line, mask=inside, other=0.0) if KEY.decoder == "sketch" else q
-    bias = tl.load(shift + tl.program_id(0) * rows + row, mask=row < rows, other=0.0)
+    wave = tl.load(waves + line, mask=inside, other=0.0)
+    still = tl.sum(wave * tl.load(cos_sin + coordinate, mask=coordinate < D, other=0.0).to(tl.float32)[None, :], 1)
     length = tl.load(lengths + request)
     position = length + row % query_len
     oldest = length * 0
@@ -90,7 +94,14 @@ def _history_kernel(
         block = tl.load(block_table + request * table_stride + token // BS, mask=seen, other=0).to(tl.int64)
         base, local = block * page_stride + head * head_stride, token % BS
         scores = _key_scores(q, sketched, pages, scalars, key_table, base, local, coordinate, seen, KEY, D, BS)
-        scores += bias[:, None]
+        if TURNS:
+            span = tl.minimum(token // SPAN_TOKENS, spans - 1).to(tl.int64)
+            turned = tl.load(
+                cos_sin + span[:, None] * D + coordinate[None, :], mask=(coordinate < D)[None, :], other=0.0
+            )
+            scores += tl.dot(wave, tl.trans(turned.to(tl.float32)), input_precision=PRECISION)
+        else:
+            scores += still[:, None]
         if softcap > 0:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
         visible = tl.broadcast_to(seen[None, :], (ROWS, T))
@@ -122,16 +133,17 @@ class Tile(NamedTuple):
     stages: int
 
 
-def choose_tile(rows: int, dim: int, sketched: bool, hopper: bool) -> Tile:
+def choose_tile(rows: int, dim: int, operands: int, hopper: bool) -> Tile:
     """Tile for `rows` query rows per KV head, of what compiles into registers and 99 KiB of shared memory.
 
-    Hopper has room for more (112 KiB), and its larger products read one operand from shared memory.
+    operands: what query rows are multiplied with beside keys.  Hopper has room for more (112 KiB), and its larger
+    products read one operand from shared memory.
     """
     dims = triton.next_power_of_2(dim)
-    room = (8192 if hopper and dims <= 128 else 4096) // (1 + sketched)
+    room = (8192 if hopper and dims <= 128 else 4096) // (1 + operands)
     size = max(16, min(triton.next_power_of_2(rows), room // dims))
     small = size * dims <= 2048
-    pipelined = small and not sketched and not torch.version.hip  # AMD's 64 KiB hold one stage
+    pipelined = small and not operands and not torch.version.hip  # AMD's 64 KiB hold one stage
     return Tile(size, 32 if size <= 32 and dims <= 128 else 16, 4 if small else 8, 3 if pipelined else 1)
 
 
@@ -150,11 +162,11 @@ def serves(layer: LayerCache) -> bool:
 
 
 def history_kernel(
-    layer: LayerCache, group: QueryGroup, query: torch.Tensor, shift: torch.Tensor, softcap: float
+    layer: LayerCache, group: QueryGroup, query: torch.Tensor, waves: torch.Tensor, softcap: float
 ) -> Partial:
     """`turboquant.score.HistoryKernel` of the layers that `serves` accepts."""
     return history_attention(
-        layer.store, query, shift, group.blocks, group.cached, group.exact, softcap, group.window,
+        layer.store, query, waves, group.blocks, group.cached, group.exact, softcap, group.window,
         group.plan.window.sinks,
     )  # fmt: skip
 
@@ -162,7 +174,7 @@ def history_kernel(
 def history_attention(
     store: CompressedBlockStore,
     query: torch.Tensor,
-    shift: torch.Tensor,
+    waves: torch.Tensor,
     block_table: torch.Tensor,
     lengths: torch.Tensor,
     present: torch.Tensor,
@@ -172,26 +184,27 @@ def history_attention(
 ) -> Partial:
     """Attention of rotated, scaled queries over the pages of a store.
 
-    query float32 [n, H_kv, G, Q, d]; shift float32 [n, H_kv, G, Q]; block_table integer [n, M]; lengths int64 [n],
+    query, waves (`KVCodec.waves`) float32 [n, H_kv, G, Q, d]; block_table integer [n, M]; lengths int64 [n],
     cached tokens; present bool [n, C], which of the `sinks` first and the last cached tokens (`ExactWindow`) are read
     exactly elsewhere and so skipped; softcap and sliding as in `HybridScorer` (0 = none).
     Returns out float32 [n, H_kv, G, Q, d] in the value basis and lse float32 [n, H_kv, G, Q].
     """
     n, heads, group, query_len, dim = query.shape
     rows, sketched = group * query_len, isinstance(store.codec.key, TurboQuantProd)
-    tile = choose_tile(rows, dim, sketched, is_hopper(query.device))
+    cos_sin, turns = store.codec.rotary.cos_sin, store.codec.rotary.turns
+    tile = choose_tile(rows, dim, sketched + turns, is_hopper(query.device))
     row_tiles = triton.cdiv(rows, tile.rows)
     splits = min(MAX_SPLITS, max(1, TARGET_PROGRAMS // (n * heads * row_tiles)))
     out = query.new_empty(n, heads, splits, rows, dim)
     lse = query.new_empty(n, heads, splits, rows)
     query, pages, codec = query.contiguous(), store.pages, store.codec
     _history_kernel[(n * heads, splits, row_tiles)](
-        query, sketch_query(codec, query), shift.contiguous(), pages, pages.view(torch.bfloat16), block_table, lengths,
-        present.view(torch.uint8), code_table(codec.key, pages.device), code_table(codec.value, pages.device), out, lse,
-        block_table.stride(0), present.stride(0), pages.stride(0), pages.stride(1), rows, query_len, splits,
-        softcap, sliding,
-        H=heads, D=dim, BS=store.block_size, KEY=page_side(store.format, "key", codec.key),
-        VALUE=page_side(store.format, "value", codec.value), COLUMNS=present.shape[1], SINKS=sinks, ROWS=tile.rows,
+        query, sketch_query(codec, query), waves.contiguous(), cos_sin, pages, pages.view(torch.bfloat16), block_table,
+        lengths, present.view(torch.uint8), code_table(codec.key, pages.device), code_table(codec.value, pages.device),
+        out, lse, block_table.stride(0), present.stride(0), pages.stride(0), pages.stride(1), rows, query_len, splits,
+        len(cos_sin), softcap, sliding, TURNS=turns, H=heads, D=dim, BS=store.block_size,
+        KEY=page_side(store.format, "key", codec.key), VALUE=page_side(store.format, "value", codec.value),
+        COLUMNS=present.shape[1], SINKS=sinks, ROWS=tile.rows,
         DIMS=triton.next_power_of_2(dim), T=tile.tokens, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return merge_splits(out, lse, query.shape)

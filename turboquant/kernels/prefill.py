@@ -4,8 +4,8 @@ Many query rows share every cached token, so tokens are decoded once per piece i
 the dense kernel (FlashAttention where the engine has it) runs at its full speed.  The workspace holds
 `WORKSPACE_TOKENS` tokens, whatever the context.  Exact tokens of the ring replace their decoded selves, so that the
 history is one segment in the codec's bases; the chunk's own rows are attended causally in the original one.
-With a sliding window the history is short, and is attended together with the own rows; with a softcap the centre's
-logit cannot be added later: in both cases tokens are decoded to the original basis.
+With a sliding window the history is short, and is attended together with the own rows, so that tokens are decoded to
+the original basis; with a softcap, too.
 A chunk is a dozen launches: what surrounds the dense kernel is fused, for the time of Python between them counts too.
 """
 
@@ -60,7 +60,7 @@ def _rotate_kernel(
 
 @triton.jit(do_not_specialize=["first", "count", "cached"], do_not_specialize_on_alignment=["INDEX", "PRESENT"])
 def _exact_kernel(
-    RING, INDEX, PRESENT, MATRIX, CENTER, GAIN, OUT, first, count, cached, ring_stride, AFFINE: tl.constexpr,
+    RING, INDEX, PRESENT, MATRIX, GAIN, OUT, first, count, cached, ring_stride, KEYS: tl.constexpr,
     C: tl.constexpr, SINKS: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Exact tokens of the ring, rotated, over their decoded selves: OUT [count, heads, D] holds tokens from `first`."""
@@ -75,8 +75,7 @@ def _exact_kernel(
         k = start + tl.arange(0, CHUNK)
         mask = found[:, None] & (k < D)[None, :]
         x = tl.load(RING + (entry * ring_stride + head * D)[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
-        if AFFINE:
-            x -= tl.load(CENTER + head * D + k, mask=k < D, other=0.0)[None, :]
+        if KEYS:
             x *= tl.load(GAIN + head * D + k, mask=k < D, other=0.0)[None, :]
         acc += tl.dot(x, _weights(MATRIX, n, k, D), input_precision="ieee")
     target = OUT + (place.to(tl.int64) * tl.num_programs(1) + head)[:, None] * D + n[None, :]
@@ -116,27 +115,22 @@ def _fold_kernel(A, A_LSE, B, B_LSE, OUT, OUT_LSE, tokens, heads, D: tl.constexp
 
 @triton.jit(do_not_specialize=["tokens"])
 def _finish_kernel(
-    HISTORY, HISTORY_LSE, OWN, OWN_LSE, QUERY, CENTER, MATRIX, OUTPUT, tokens, query_stride, output_stride, heads,
-    scale, matrix_scale, G: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr,
+    HISTORY, HISTORY_LSE, OWN, OWN_LSE, MATRIX, OUTPUT, tokens, output_stride, heads, matrix_scale, D: tl.constexpr,
+    DIMS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """OUTPUT := the history, rotated back and its logits shifted by the centre's, merged with the own chunk."""
+    """OUTPUT := the history, rotated back, merged with the own chunk."""
     row, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIMS)
     real = row < tokens * heads
     token, head = (row // heads).to(tl.int64), row % heads
     line = row.to(tl.int64) * D
-    a, b = _lse(HISTORY_LSE, row, tokens, heads), _lse(OWN_LSE, row, tokens, heads)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     for first in range(0, D, CHUNK):
         k = first + tl.arange(0, CHUNK)
         mask = real[:, None] & (k < D)[None, :]
-        x = tl.load(QUERY + (token * query_stride + head * D)[:, None] + k[None, :], mask=mask, other=0.0)
-        center = tl.load(CENTER + (head // G * D)[:, None] + k[None, :], mask=mask, other=0.0)
-        a += tl.sum(x.to(tl.float32) * center, 1) * scale
         history = tl.load(HISTORY + line[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
         for part in tl.static_range(PARTS):
             acc = tl.dot(history, _weights(MATRIX + part * D * D, n, k, D), acc)
-    first, second, _ = _shares(a, b)
+    first, second, _ = _shares(_lse(HISTORY_LSE, row, tokens, heads), _lse(OWN_LSE, row, tokens, heads))
     mask = real[:, None] & (n < D)[None, :]
     own = tl.load(OWN + line[:, None] + n[None, :], mask=mask, other=0.0).to(tl.float32)
     out = acc * (first * matrix_scale)[:, None] + own * second[:, None]
@@ -194,13 +188,13 @@ class StagedPrefill:
             if history is None:
                 output[rows] = chunk[0]
             else:
-                self._finish(history, chunk, query[rows], scale, output[rows])
+                self._finish(history, chunk, output[rows])
 
     def variant(self, requests: int, new: int, query_heads: int) -> None:
         """See `turboquant.score.FusedKernel`: requests are served one by one."""
 
     def _history(self, group: QueryGroup, row: int, query: torch.Tensor, cached: int, scale: float) -> Partial:
-        """Attention over the cached tokens of a request in the codec's bases, without the centre's logit."""
+        """Attention over the cached tokens of a request in the codec's bases."""
         rotated, total = self._rotate(query), None
         for first in range(0, cached, WORKSPACE_TOKENS):
             last = min(cached, first + WORKSPACE_TOKENS)
@@ -260,9 +254,10 @@ class StagedPrefill:
         return out
 
     def _decode(self, group: QueryGroup, row: int, first: int, last: int, cached: int, dtype: torch.dtype) -> Rows:
-        """Tokens [first, last) of a request in the codec's bases, exact ones where the ring has them."""
+        """Tokens [first, last) of a request in the codec's bases, keys whole; exact ones where the ring has them."""
         window, codec, ring = group.plan.window, self.layer.codec, self.layer.recent
-        rows = decode_span(self.layer.store, group.plan.batch.block_table[row].contiguous(), first, last, dtype)
+        blocks = group.plan.batch.block_table[row].contiguous()
+        rows = decode_span(self.layer.store, blocks, first, last, dtype, lift=codec.lift(first, last))
         columns = window.present.shape[1]
         if not columns or (first >= window.sinks and cached - window.recent >= last):
             return rows
@@ -270,19 +265,15 @@ class StagedPrefill:
         for out, exact, rotation in sides:
             _exact_kernel[(triton.cdiv(columns, 16), self.layer.store.num_kv_heads)](
                 exact, window.index[row], window.present[row].view(torch.uint8), rotation.matrix,
-                codec.transform.center, codec.transform.gain, out, first, last - first, cached, exact.stride(0),
-                AFFINE=out is rows[0], C=columns, SINKS=window.sinks, CHUNK=16, T=16, **self.sizes,
+                codec.transform.gain, out, first, last - first, cached, exact.stride(0), KEYS=out is rows[0], C=columns,
+                SINKS=window.sinks, CHUNK=16, T=16, **self.sizes,
             )  # fmt: skip
         return rows
 
-    def _finish(
-        self, history: Partial, chunk: Partial, query: torch.Tensor, scale: float, output: torch.Tensor
-    ) -> None:
+    def _finish(self, history: Partial, chunk: Partial, output: torch.Tensor) -> None:
         """Merge history (in the values' basis) and own chunk into output [Q, H_q, d]."""
-        tokens, query_heads, _ = query.shape
-        heads, matrix = self.layer.store.num_kv_heads, self.output_matrix
-        _finish_kernel[(triton.cdiv(tokens * query_heads, ROWS),)](
-            *history, *chunk, query, self.layer.codec.transform.center, matrix.parts, output, tokens,
-            query.stride(0), output.stride(0), query_heads, scale, matrix.scale, G=query_heads // heads, CHUNK=CHUNK,
+        (tokens, heads, _), matrix = output.shape, self.output_matrix
+        _finish_kernel[(triton.cdiv(tokens * heads, ROWS),)](
+            *history, *chunk, matrix.parts, output, tokens, output.stride(0), heads, matrix.scale, CHUNK=CHUNK,
             PARTS=len(matrix.parts), ROWS=ROWS, num_stages=2, **self.sizes,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from turboquant.batch import AttentionBatch
 from turboquant.capture import RETIRED, ExactRing, ExactWindow, window_blocks
 
 REQUESTS = 64  # of a tile of the planning program
+NUMBERS = tl.constexpr(128)  # blocks that are numbered at a time
 COUNTS = ["table_stride", "columns", "requests", "step"]  # whatever they are, one compiled kernel serves
 
 
@@ -134,12 +135,19 @@ def _plan_kernel(
 
 @triton.jit(do_not_specialize=COUNTS[:3])
 def _locate_kernel(
-    QUERY_START, SEQ_LENS, TABLE, SLOT_OF_BLOCK, WRITTEN, LINES, INDEX, PRESENT, table_stride, columns, requests,
-    SINKS: tl.constexpr, C: tl.constexpr, BS: tl.constexpr, COLUMNS: tl.constexpr,
+    QUERY_START, SEQ_LENS, TABLE, SLOT_OF_BLOCK, WRITTEN, NUMBER, LINES, INDEX, PRESENT, table_stride, columns,
+    requests, SINKS: tl.constexpr, C: tl.constexpr, BS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of one request: its line of `AttentionBatch.entries`, and where the C tokens are that it reads exactly."""
+    """Of one request: numbers of the blocks that it writes, its line of `AttentionBatch.entries`, and where the C
+    tokens are that it reads exactly.
+    """
     row = tl.program_id(0)
-    history, _, start, new = _lens(QUERY_START, SEQ_LENS, row, requests)
+    history, seq, start, new = _lens(QUERY_START, SEQ_LENS, row, requests)
+    for first in range(history // BS, tl.where(new > 0, tl.cdiv(seq, BS), 0), NUMBERS):
+        number = first + tl.arange(0, NUMBERS)
+        written = number * BS < seq
+        block = tl.load(TABLE + row.to(tl.int64) * table_stride + number, mask=written, other=0).to(tl.int64)
+        tl.store(NUMBER + block, number.to(tl.int32), mask=written)
     tl.store(LINES + row * 4, row)
     tl.store(LINES + row * 4 + 1, start.to(tl.int32))
     tl.store(LINES + row * 4 + 2, new.to(tl.int32))
@@ -177,6 +185,6 @@ def plan(ring: ExactRing, batch: AttentionBatch, lines: torch.Tensor, window: Ex
             RETIRED=RETIRED, num_warps=8,
         )  # fmt: skip
     _locate_kernel[(requests,)](
-        *common, written, lines, window.index, window.present.view(torch.uint8), *sizes, SINKS=ring.sinks,
+        *common, written, ring.number, lines, window.index, window.present.view(torch.uint8), *sizes, SINKS=ring.sinks,
         C=ring.columns, BS=size, COLUMNS=triton.next_power_of_2(max(ring.columns, 1)),
     )  # fmt: skip

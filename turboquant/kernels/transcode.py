@@ -9,10 +9,12 @@ import triton.language as tl
 
 from turboquant.kernels.pages import code_table, load_codes, load_rows, load_scalar, page_side, sketch_signs
 from turboquant.quantizer import Quantizer, TurboQuantProd
+from turboquant.rotary import SPAN
 from turboquant.rotation import batch_invariant_matmul
 from turboquant.store import CompressedBlockStore
 
 Rows = tuple[torch.Tensor, torch.Tensor]
+SPAN_TOKENS = tl.constexpr(SPAN)
 
 
 @triton.jit
@@ -37,13 +39,28 @@ def _mapped(pages, scalars, table, matrix, base, local, seen, SIDE: tl.constexpr
     return acc
 
 
-@triton.jit(do_not_specialize=["first", "count"], do_not_specialize_on_alignment=["places"])
+@triton.jit
+def turned_centers(center, wide, line, span, coordinate, HEADS_D: tl.constexpr, D: tl.constexpr):
+    """Centres float32 [T, DIMS] of the spans [T]; center: `KVCodec.center`, line: where a head's begins."""
+    inside = coordinate < D
+    cosine = wide + span.to(tl.int64)[:, None] * (2 * D) + coordinate[None, :]
+    own = tl.load(center + line + coordinate, mask=inside, other=0.0)
+    quarter = tl.load(center + HEADS_D + line + coordinate, mask=inside, other=0.0)
+    turned = tl.load(cosine, mask=inside[None, :], other=0.0).to(tl.float32) * own[None, :]
+    return turned + tl.load(cosine + D, mask=inside[None, :], other=0.0).to(tl.float32) * quarter[None, :]
+
+
+@triton.jit(do_not_specialize=["first", "count", "spans"], do_not_specialize_on_alignment=["places"])
 def _decode_kernel(
-    places, pages, scalars, table, rotation, sketch, gain, center, out, first, count, page_stride, head_stride,
-    out_stride, out_head_stride, SPAN: tl.constexpr, SIDE: tl.constexpr, D: tl.constexpr, BS: tl.constexpr,
-    ROTATE: tl.constexpr, AFFINE: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr,
+    places, pages, scalars, table, rotation, sketch, gain, center, wide, lift, out, first, count, spans, page_stride,
+    head_stride, out_stride, out_head_stride, SPAN: tl.constexpr, SIDE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BS: tl.constexpr, ROTATE: tl.constexpr, AFFINE: tl.constexpr, LIFT: tl.constexpr, DIMS: tl.constexpr,
+    CHUNK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """places: slots of single tokens; for a SPAN of tokens from `first` on, the blocks of their request."""
+    """places: slots of single tokens; for a SPAN of tokens from `first` on, the blocks of their request.
+
+    LIFT: add rows of lift float32 [spans from that of `first` on, H, D].
+    """
     head, token, coordinate = tl.program_id(1), tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, DIMS)
     if SPAN:
         seen, local = token < count, (first + token) % BS
@@ -51,6 +68,8 @@ def _decode_kernel(
     else:
         slot = tl.load(places + token, mask=token < count, other=-1).to(tl.int64)
         seen, block, local = slot >= 0, slot // BS, slot % BS
+    last = spans - 1
+    span = tl.minimum((first + token) // SPAN_TOKENS, last) if SPAN else token * 0
     base = block * page_stride + head * head_stride
     if ROTATE:
         rows = _mapped(pages, scalars, table, rotation, base, local, seen, SIDE, False, D, BS, DIMS, CHUNK, T)
@@ -62,7 +81,11 @@ def _decode_kernel(
     if AFFINE:
         own = head * D + coordinate
         rows = rows / tl.load(gain + own, mask=coordinate < D, other=1.0)[None, :]
-        rows = tl.where(seen[:, None], rows + tl.load(center + own, mask=coordinate < D, other=0.0)[None, :], 0.0)
+        rows = tl.where(seen[:, None], rows + turned_centers(center, wide, head * D, span, coordinate, H * D, D), 0.0)
+    if LIFT:
+        line = (span - tl.minimum(first // SPAN_TOKENS, last)) * H * D + head * D
+        rows += tl.load(lift + line[:, None] + coordinate[None, :], mask=seen[:, None] & (coordinate < D)[None, :],
+                        other=0.0)  # fmt: skip
     address = token.to(tl.int64)[:, None] * out_stride + head * out_head_stride + coordinate[None, :]
     tl.store(out + address, rows.to(out.dtype.element_ty), mask=(token < count)[:, None] & (coordinate < D)[None, :])
 
@@ -72,30 +95,35 @@ def decode_rows(
 ) -> Rows:
     """Decode single tokens: int64 [N] -> keys and values `dtype` [N, H_kv, d]; rows of slots below 0 are 0.
 
+    Not for codecs whose centres turn with the position, unless rotated (ValueError).
+
     rotated: leave both in the codec's bases (`KVCodec.query`, `KVCodec.output`); else rotate and shift them back.
     out: where to write, two tensors of that shape and dtype whose rows are contiguous.
     """
+    if not rotated:
+        store.codec.centers(None)
     out = _rows(store, len(slots), dtype, slots.device) if out is None else out
     shape = (len(slots), store.num_kv_heads, store.format.head_dim)
     for rows in out:
         if rows.shape != shape or rows.dtype != dtype or rows.stride(-1) != 1:
             raise ValueError(f"out must be {dtype} {shape} with contiguous rows; got {rows.dtype} {tuple(rows.shape)}")
     if len(slots):
-        _decode_sides(store, slots.contiguous(), None, out, rotated)
+        _decode_sides(store, slots.contiguous(), None, out, rotated, None)
     return out
 
 
 def decode_span(
     store: CompressedBlockStore, blocks: torch.Tensor, first: int, last: int, dtype: torch.dtype, *,
-    rotated: bool = True, out: Rows | None = None,
+    rotated: bool = True, out: Rows | None = None, lift: torch.Tensor | None = None,
 ) -> Rows:  # fmt: skip
     """Decode the tokens [first, last) of a request; rotated and out as in `decode_rows`.
 
     blocks: its block table, contiguous integers -> keys and values `dtype` [last - first, H_kv, d].
+    lift: float32 [spans, H_kv, d], added to the keys of each span from that of `first` on.
     """
     out = _rows(store, last - first, dtype, blocks.device) if out is None else out
     if last > first:
-        _decode_sides(store, blocks, first, out, rotated)
+        _decode_sides(store, blocks, first, out, rotated, lift)
     return out
 
 
@@ -105,29 +133,33 @@ def _rows(store: CompressedBlockStore, count: int, dtype: torch.dtype, device: t
 
 
 def _decode_sides(
-    store: CompressedBlockStore, places: torch.Tensor, first: int | None, out: Rows, rotated: bool
-) -> None:
+    store: CompressedBlockStore, places: torch.Tensor, first: int | None, out: Rows, rotated: bool,
+    lift: torch.Tensor | None,
+) -> None:  # fmt: skip
     """places: slots, or with the first token of a span the blocks of its request."""
-    _decode_side(store, "key", store.codec.key, places, first, out[0], rotated)
-    _decode_side(store, "value", store.codec.value, places, first, out[1], rotated)
+    _decode_side(store, "key", store.codec.key, places, first, out[0], rotated, lift)
+    _decode_side(store, "value", store.codec.value, places, first, out[1], rotated, None)
 
 
 def _decode_side(
     store: CompressedBlockStore, name: str, quantizer: Quantizer, places: torch.Tensor, first: int | None,
-    out: torch.Tensor, rotated: bool,
+    out: torch.Tensor, rotated: bool, lift: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Decode the side `name` ("key" or "value") into out [N, H_kv, d]."""
-    pages, transform, rotation = store.pages, store.codec.transform, quantizer.rotation
+    pages, codec, rotation = store.pages, store.codec, quantizer.rotation
+    wide = codec.rotary.wide
+    lifted = lift is not None
     rotate = not rotated and rotation.kind != "identity"
     dims = triton.next_power_of_2(quantizer.dim)
     sketched = isinstance(quantizer, TurboQuantProd)
     tokens = 32 if dims * (1 + sketched) <= 256 else 16  # so many rows stay in registers
     _decode_kernel[(triton.cdiv(len(out), tokens), store.num_kv_heads)](
         places, pages, pages.view(torch.bfloat16), code_table(quantizer, pages.device), rotation.matrix,
-        _sketch_matrix(quantizer, rotate), transform.gain, transform.center, out, first or 0, len(out),
-        pages.stride(0), pages.stride(1), out.stride(0), out.stride(1), SPAN=first is not None,
-        SIDE=page_side(store.format, name, quantizer), D=quantizer.dim, BS=store.block_size, ROTATE=rotate,
-        AFFINE=name == "key" and not rotated, DIMS=dims, CHUNK=16, T=tokens, num_stages=1,
+        _sketch_matrix(quantizer, rotate), codec.transform.gain, codec.center, wide, lift if lifted else wide,
+        out, first or 0, len(out), len(wide), pages.stride(0), pages.stride(1), out.stride(0), out.stride(1),
+        SPAN=first is not None, SIDE=page_side(store.format, name, quantizer), H=store.num_kv_heads, D=quantizer.dim,
+        BS=store.block_size, ROTATE=rotate, AFFINE=name == "key" and not rotated, LIFT=lifted, DIMS=dims,
+        CHUNK=16, T=tokens, num_stages=1,
     )  # fmt: skip
 
 

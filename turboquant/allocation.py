@@ -1,25 +1,25 @@
-"""Bits for every layer's keys and values under a byte budget, from what few bits cost.
+"""A preset for every layer under a byte budget, from what few bits cost there.
 
 What a layer's keys lose hardly depends on the other layers: their divergences add up, and each is proportional to the
 quantiser's squared error.  One measurement a layer and side, at PROBE_BITS, therefore says what every width costs, and
-the least sum under a budget is a knapsack with one width to pick from every group, solved exactly.
+the least sum under a budget is a knapsack with one preset to pick for every layer, solved exactly.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 from math import gcd
 
 import torch
 
 from turboquant.codec import KVCodec
-from turboquant.config import KEY_BITS, VALUE_BITS, TurboQuantConfig
+from turboquant.config import KEY_BITS, PRESETS, VALUE_BITS, TurboQuantConfig
+from turboquant.quantizer import Quantizer
 
 PROBE_BITS = 2  # where damages are measured: the larger, the further above the rounding of 16-bit models
-THREE_BITS_FROM = 128  # head size from which kernels serve 3 bits fast; a model has the same format everywhere
+THREE_BITS_FROM = 128  # head size from which the fast decode serves 3 bits
 SIDES = ("keys", "values")
-Bits = tuple[int, int]
+Bits = tuple[int, int]  # of keys and of values
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class LayerDamage:
 
 @dataclass(frozen=True)
 class Choice:
-    """A width of one layer's keys or values: bytes of a token in all heads, and the damage."""
+    """Bits that a layer could have: bytes of a token in all heads, and the damage."""
 
-    bits: int
+    bits: Bits
     size: int
     damage: float
 
@@ -46,113 +46,116 @@ def allocate(config: TurboQuantConfig, layers: Sequence[LayerDamage], alike: boo
     """The configuration with the bits of all layers in `layer_bits`: the least damage with `auto_bits` on average.
 
     alike: give all layers the same, where pages of different sizes would be padded to the largest.
-    ValueError if even the fewest bits are more than `auto_bits`.
+    ValueError if `auto_bits` is less than the fewest, or more than the most that the layers can have.
     """
-    groups = [choices(config, layer, side) for layer in layers for side in SIDES]
-    budget = int(sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * config.auto_bits / 8)
-    check_budget(config, groups, budget)
-    widths = best_alike(groups, budget) if alike else best(groups, budget)
-    found = dict(zip((layer.index for layer in layers), zip(widths[::2], widths[1::2], strict=True), strict=True))
+    options = [choices(config, layer) for layer in layers]
+    budget = bytes_of(config.auto_bits, layers)
+    check_budget(config.auto_bits, options, budget)
+    found = best_alike(options, budget) if alike else best(options, budget)
+    by_index = dict(zip((layer.index for layer in layers), found, strict=True))
     rest = config.key_bits, config.value_bits
-    return with_layer_bits(config, [found.get(index, rest) for index in range(max(found) + 1)])
+    return replace(config, layer_bits=tuple(by_index.get(index, rest) for index in range(max(by_index) + 1)))
 
 
-def with_layer_bits(config: TurboQuantConfig, bits: Sequence[Bits]) -> TurboQuantConfig:
-    return TurboQuantConfig(**{**vars(config), "layer_bits": tuple(bits)})
+def bytes_of(average: float, layers: Sequence[LayerDamage]) -> int:
+    """Bytes of a token in all layers with so many bits per number."""
+    return int(sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * average / 8)
 
 
-def check_budget(config: TurboQuantConfig, groups: Sequence[Sequence[Choice]], budget: int) -> None:
-    least = sum(min(choice.size for choice in group) for group in groups)
-    if least > budget:
-        needed = config.auto_bits * least / budget
-        raise ValueError(f"auto_bits={config.auto_bits:g} is too few: this model needs at least {needed:.3f}")
+def check_budget(average: float, options: Sequence[Sequence[Choice]], budget: int) -> None:
+    sizes = [[choice.size for choice in layer] for layer in options]
+    least, most = sum(map(min, sizes)), sum(map(max, sizes))
+    if not least <= budget <= most:
+        allowed = " to ".join(f"{average * size / budget:.4g}" for size in (least, most))
+        raise ValueError(f"auto_bits={average:g} cannot be met: the layers of this model can have {allowed}")
 
 
-# ---- what a width costs ----------------------------------------------------------------------------------------
-def choices(config: TurboQuantConfig, layer: LayerDamage, side: str) -> list[Choice]:
-    """The widths that a layer's keys or values can have, the fewest bits first."""
-    errors, measured = squared_errors(config.uniform(PROBE_BITS, PROBE_BITS), layer.head_dim), getattr(layer, side)
-    scale = measured / errors[side, PROBE_BITS]
+# ---- what bits cost --------------------------------------------------------------------------------------------
+def choices(config: TurboQuantConfig, layer: LayerDamage) -> list[Choice]:
+    """What the layer can have; the probed bits cost what was measured."""
+    plain = config.uniform(PROBE_BITS, PROBE_BITS)
+    key_rows, value_rows = (row_bytes(plain, layer.head_dim, side) for side in SIDES)
+    key_errors, value_errors = (squared_errors(plain, layer.head_dim, side) for side in SIDES)
     return [
-        Choice(bits, layer.num_kv_heads * row_bytes(config, layer.head_dim, side, bits), scale * errors[side, bits])
-        for bits in widths_of(config, layer, side)
+        Choice(
+            (key, value),
+            layer.num_kv_heads * (key_rows[key] + value_rows[value]),
+            layer.keys * key_errors[key] / key_errors[PROBE_BITS]
+            + layer.values * value_errors[value] / value_errors[PROBE_BITS],
+        )
+        for key, value in bits_of(config, layer)
     ]
 
 
-def widths_of(config: TurboQuantConfig, layer: LayerDamage, side: str) -> list[int]:
-    if side == "keys" and layer.index < config.initial_layers_count:
-        return [config.initial_layers_key_bits]
-    return [bits for bits in allowed_bits(side) if bits != 3 or layer.head_dim >= THREE_BITS_FROM]
+def bits_of(config: TurboQuantConfig, layer: LayerDamage) -> list[Bits]:
+    """Those of the presets, which all kernels serve."""
+    pairs = [(preset["key_bits"], preset["value_bits"]) for preset in PRESETS.values()]
+    if layer.head_dim < THREE_BITS_FROM:
+        pairs = [pair for pair in pairs if 3 not in pair]
+    if layer.index < config.initial_layers_count:
+        return [(config.initial_layers_key_bits, value) for value in sorted({value for _, value in pairs})]
+    return pairs
 
 
-def allowed_bits(side: str) -> tuple[int, ...]:
-    return KEY_BITS if side == "keys" else VALUE_BITS["lloyd"]
-
-
-def codec_of(config: TurboQuantConfig, head_dim: int, side: str, bits: int) -> KVCodec:
-    pair = (bits, PROBE_BITS) if side == "keys" else (PROBE_BITS, bits)
-    return KVCodec.build(config.uniform(*pair), 0, 1, head_dim)
-
-
-@cache
-def row_bytes(config: TurboQuantConfig, head_dim: int, side: str, bits: int) -> int:
-    codec = codec_of(config, head_dim, side, bits)
-    return (codec.key if side == "keys" else codec.value).row_bytes
+def quantizers(config: TurboQuantConfig, head_dim: int, side: str) -> dict[int, Quantizer]:
+    """By their bits."""
+    if side == "keys":
+        return {bits: KVCodec.build(config.uniform(bits, PROBE_BITS), 0, 1, head_dim).key for bits in KEY_BITS}
+    allowed = VALUE_BITS[config.value_quantizer]
+    return {bits: KVCodec.build(config.uniform(PROBE_BITS, bits), 0, 1, head_dim).value for bits in allowed}
 
 
 @cache
-def squared_errors(config: TurboQuantConfig, head_dim: int) -> dict[tuple[str, int], float]:
-    """Squared error of every side and width on normal rows, relative to their energy."""
+def row_bytes(config: TurboQuantConfig, head_dim: int, side: str) -> dict[int, int]:
+    """Bytes of a token in one head, by the bits."""
+    return {bits: quantizer.row_bytes for bits, quantizer in quantizers(config, head_dim, side).items()}
+
+
+@cache
+def squared_errors(config: TurboQuantConfig, head_dim: int, side: str) -> dict[int, float]:
+    """Squared error on normal rows, relative to their energy, by the bits."""
     rows = torch.randn(256, 1, head_dim, generator=torch.Generator().manual_seed(0))
-    found = {}
-    for side in SIDES:
-        for bits in allowed_bits(side):
-            codec = codec_of(config, head_dim, side, bits)
-            quantizer = codec.key if side == "keys" else codec.value
-            error = quantizer.dequantize(quantizer.quantize(rows)) - rows
-            found[side, bits] = float(error.square().sum() / rows.square().sum())
-    return found
+    return {
+        bits: float((quantizer.dequantize(quantizer.quantize(rows)) - rows).square().sum() / rows.square().sum())
+        for bits, quantizer in quantizers(config, head_dim, side).items()
+    }
 
 
 # ---- the knapsack ----------------------------------------------------------------------------------------------
-def best(groups: Sequence[Sequence[Choice]], budget: int) -> list[int]:
-    """A width for every group: the least damage within the budget (at least the sum of the smallest sizes).
+def best(options: Sequence[Sequence[Choice]], budget: int) -> list[Bits]:
+    """Bits for every layer: the least damage within the budget, which is at least the sum of the smallest sizes.
 
-    Dynamic programming over the bytes that are left, in units of what two widths can differ by.
+    Dynamic programming over the bytes that are left, in units of what two choices can differ by.
     """
-    least = [min(choice.size for choice in group) for group in groups]
-    unit = gcd(*(choice.size - low for group, low in zip(groups, least, strict=True) for choice in group)) or 1
-    capacity = (budget - sum(least)) // unit
-    reached, picks = torch.zeros(capacity + 1, dtype=torch.float64), []
-    for group, low in zip(groups, least, strict=True):
-        options = [shifted(reached, (choice.size - low) // unit) + choice.damage for choice in group]
-        reached, pick = torch.stack(options).min(0)
+    least = [min(choice.size for choice in layer) for layer in options]
+    extras = [[choice.size - low for choice in layer] for layer, low in zip(options, least, strict=True)]
+    unit = max(1, gcd(*(extra for layer in extras for extra in layer)))
+    left = (budget - sum(least)) // unit
+    reached, picks = torch.zeros(left + 1, dtype=torch.float64), []
+    for layer, steps in zip(options, extras, strict=True):
+        table = [shifted(reached, step // unit) + choice.damage for choice, step in zip(layer, steps, strict=True)]
+        reached, pick = torch.stack(table).min(0)
         picks.append(pick.tolist())
-    widths, left = [], capacity
-    for group, low, pick in zip(reversed(groups), reversed(least), reversed(picks), strict=True):
-        choice = group[pick[left]]
-        left -= (choice.size - low) // unit
-        widths.append(choice.bits)
-    return widths[::-1]
+    found = []
+    for layer, steps, pick in zip(reversed(options), reversed(extras), reversed(picks), strict=True):
+        found.append(layer[pick[left]].bits)
+        left -= steps[pick[left]] // unit
+    return found[::-1]
 
 
 def shifted(damages: torch.Tensor, by: int) -> torch.Tensor:
     """Damages by what is left [C], after `by` units were spent; infinite where they are not there."""
-    spent = torch.full_like(damages, torch.inf)
-    if by < len(damages):
-        spent[by:] = damages[: len(damages) - by]
-    return spent
+    return torch.nn.functional.pad(damages, (by, 0), value=torch.inf)[: len(damages)]
 
 
-def best_alike(groups: Sequence[Sequence[Choice]], budget: int) -> list[int]:
-    """One pair of widths for all layers: the least damage within the budget, ValueError if no pair fits all."""
-    tables = [{choice.bits: choice for choice in group} for group in groups]
-    shared = [sorted(set.intersection(*map(set, tables[side::2]))) for side in (0, 1)]
-    found = []
-    for pair in product(*shared):
-        picked = [table[pair[i % 2]] for i, table in enumerate(tables)]
-        if sum(choice.size for choice in picked) <= budget:
-            found.append((sum(choice.damage for choice in picked), pair))
-    if not found:
-        raise ValueError("no bits are allowed in all layers within auto_bits; leave out initial_layers_count")
-    return list(min(found)[1]) * (len(groups) // 2)
+def best_alike(options: Sequence[Sequence[Choice]], budget: int) -> list[Bits]:
+    """The same bits for all layers: the least damage within the budget, ValueError if no bits fit all."""
+    tables = [{choice.bits: choice for choice in layer} for layer in options]
+    totals = {
+        bits: (sum(table[bits].damage for table in tables), sum(table[bits].size for table in tables))
+        for bits in set.intersection(*map(set, tables))
+    }
+    fitting = {bits: damage for bits, (damage, size) in totals.items() if size <= budget}
+    if not fitting:
+        raise ValueError("the layers of this model must have the same bits, which initial_layers_count prevents")
+    return [min(fitting, key=lambda bits: fitting[bits])] * len(options)

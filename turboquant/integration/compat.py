@@ -7,7 +7,6 @@ model runner) and on vLLM 0.26.0 with FlashAttention-3 (V1 and V2); ranges in co
 import functools
 import inspect
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -743,13 +742,6 @@ def agreed(value: Result) -> Result:
 
     agreed_on: Result = get_tp_group().broadcast_object(value, src=0)
     return agreed_on
-
-
-def block_of(runner: Any, name: str) -> torch.nn.Module | None:
-    """The transformer block around an attention layer: its name up to the layer's index; None if it is elsewhere."""
-    match = re.match(r"(.*?\.\d+)\.", name)
-    modules = dict(runner.get_model().named_modules()) if match else {}
-    return modules.get(match[1]) if match else None
 
 
 def run_objection(vllm_config: Any) -> str | None:

@@ -1,13 +1,11 @@
 """What few bits cost in every layer of a loaded model: the divergence of its logits, one layer and side at a time.
 
 The model runs over the package's text once, with plain attention that keeps every layer's keys and values.  Rows all
-over the text are then run again as decode steps, each with the exact cache of the tokens before it but for one layer,
-whose keys or values are what its codec makes of them; the first tokens and the last ones before a row stay exact, as in
-the ring.  A step starts at the block whose cache changed, from what the blocks before it gave.
+over the text are then run again as decode steps on this cache, but for one layer, whose keys or values are what its
+codec makes of them; the first tokens and the last ones before a row stay exact, as in the ring.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,12 +19,12 @@ from turboquant.integration.calibration_file import load_damages
 from turboquant.integration.selfcalibration import pieces
 
 RECENT = 64  # tokens before a row that stay exact
-ROWS = {"cpu": 64, "cuda": 256}  # that are measured: what a second, or a fraction of one, can hold
+ROWS = {"cpu": 32, "cuda": 256}  # that are measured: what a second, or a fraction of one, can hold
 Damages = dict[str, dict[str, float]]  # layer -> side -> mean divergence in nats
 
 
 class CachedAttention:
-    """Stands in for the attention of one layer: rows of one sequence on plain keys and values, kept here.
+    """Stands in for the attention of one layer over one sequence, whose keys and values are kept here.
 
     positions int64 [N]: of the rows; growing: whether their keys and values are kept, in order, for later rows.
     """
@@ -37,8 +35,8 @@ class CachedAttention:
     def __init__(self, layer: Any, target: "CachedAttention | None"):
         self.impl, self.target = layer.impl, target
         self.parameters = compat.attention_parameters(layer)
-        self.kept = [torch.empty(0)] * 2
-        self.fakes: list[torch.Tensor | None] = [None, None]
+        self.kept: tuple[torch.Tensor, ...] = ()
+        self.fakes: dict[str, torch.Tensor] = {}
         self.replaced = vars(self.impl).get("forward")  # of hooks, where they are installed
         self.impl.forward = self.attend
 
@@ -47,45 +45,34 @@ class CachedAttention:
         attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         heads = layer.num_kv_heads
-        if self.target is None:
-            self.own = [rows.view(len(rows), heads, -1).float() for rows in (key, value)]
-            if self.growing:
-                self.kept = (
-                    [torch.cat([old.to(new), new]) for old, new in zip(self.kept, self.own, strict=True)]
-                    if len(self.kept[0])
-                    else self.own
-                )
+        if self.target is None and self.growing:
+            new = [rows.view(len(rows), heads, -1).clone() for rows in (key, value)]
+            self.kept = tuple(map(torch.cat, zip(self.kept, new, strict=True))) if self.kept else tuple(new)
         found = self.attention(query.view(len(query), heads, -1, layer.head_size).float())
-        return output.view(len(query), -1).copy_(found.flatten(1)).view(output.shape)
+        output.view(len(query), -1).copy_(found.flatten(1))
+        return output
 
     def attention(self, query: torch.Tensor) -> torch.Tensor:
-        """float32 [N, H_kv, G, d] over the tokens before every row, and the row itself."""
+        """float32 [N, H_kv, G, d] over the tokens up to every row."""
         source = self.target or self
-        (keys, values), (fake_keys, fake_values) = source.kept, source.fakes
+        keys, values = (rows.float() for rows in source.kept)
         seen, exact = self.masks(len(keys))
         logits = self.logits(query, keys)
-        if fake_keys is not None:
-            logits = torch.where(exact, logits, self.logits(query, fake_keys))
-        own = self.capped((query * source.own[0][:, :, None]).sum(-1, keepdim=True))
-        weights = torch.cat([logits.masked_fill(~seen, -torch.inf), own], -1).softmax(-1)
-        past, last = weights[..., :-1], weights[..., -1:]
-        found = last * source.own[1][:, :, None]
-        if fake_values is not None:
-            found = found + torch.einsum("nhgt,thd->nhgd", past * ~exact, fake_values)
-            past = past * exact
-        return found + torch.einsum("nhgt,thd->nhgd", past, values)
+        if "keys" in source.fakes:
+            logits = torch.where(exact, logits, self.logits(query, source.fakes["keys"]))
+        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        if "values" not in source.fakes:
+            return weighted(weights, values)
+        return weighted(weights * exact, values) + weighted(weights * ~exact, source.fakes["values"])
 
     def logits(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return self.capped(torch.einsum("nhgd,thd->nhgt", query, keys))
-
-    def capped(self, products: torch.Tensor) -> torch.Tensor:
-        scaled, cap = products * self.parameters.scale, self.parameters.softcap
+        scaled, cap = torch.einsum("nhgd,thd->nhgt", query, keys) * self.parameters.scale, self.parameters.softcap
         return cap * torch.tanh(scaled / cap) if cap else scaled
 
     def masks(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """bool [N, 1, 1, T]: cached tokens that a row sees, and those that are exact for it."""
+        """bool [N, 1, 1, T]: tokens that a row sees, and those that are exact for it."""
         row, token = self.positions[:, None, None, None], torch.arange(tokens, device=self.positions.device)
-        seen = token < row
+        seen = token <= row
         if self.parameters.window:
             seen = seen & (token > row - self.parameters.window)
         return seen, (token < SINKS) | (token >= row - RECENT)
@@ -96,52 +83,9 @@ class CachedAttention:
             self.impl.forward = self.replaced
 
 
-class Blocks:
-    """The model's transformer blocks, in order: what they gave for the rows, and a way to start behind some of them."""
-
-    def __init__(self, runner: Any, names: list[str]):
-        found = {name: compat.block_of(runner, name) for name in names}
-        self.of_layer = {name: block for name, block in found.items() if block is not None}
-        self.blocks = list(dict.fromkeys(self.of_layer.values()))
-        self.given: dict[torch.nn.Module, Any] = {}
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Keep what the blocks give within this context."""
-
-        def keep(block: torch.nn.Module, _: Any, output: Any) -> None:
-            self.given[block] = copied(output)
-
-        handles = [block.register_forward_hook(keep) for block in self.blocks]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextmanager
-    def skipped(self, name: str) -> Iterator[None]:
-        """Blocks before that of this layer give what they gave, without running."""
-        block = self.of_layer.get(name)
-        before = self.blocks[: self.blocks.index(block)] if block in self.given else []
-        for earlier in before:
-            earlier.forward = replay(self.given[earlier])
-        try:
-            yield
-        finally:
-            for earlier in before:
-                del earlier.forward
-
-
-def replay(output: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: copied(output)
-
-
-def copied(output: Any) -> Any:
-    """A copy of tensors in tuples: models add to them in place."""
-    if isinstance(output, torch.Tensor):
-        return output.clone()
-    return type(output)(map(copied, output)) if isinstance(output, tuple | list) else output
+def weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[N, H_kv, G, T] and [T, H_kv, d] -> [N, H_kv, G, d]"""
+    return torch.einsum("nhgt,thd->nhgd", weights, values)
 
 
 def measure(
@@ -188,9 +132,7 @@ class Probe:
         for attention in standing.values():
             attention.growing = False
         self.rows = self.choose_rows(min(size, ROWS.get(runner.device.type, CHUNK)))
-        self.blocks = Blocks(runner, list(standing))
-        with self.blocks.recorded():
-            self.reference = self.log_probabilities()
+        self.reference = self.log_probabilities()
 
     def choose_rows(self, count: int) -> list[int]:
         """Positions evenly over the text, from where something is not exact."""
@@ -212,17 +154,16 @@ class Probe:
         self, config: TurboQuantConfig, transforms: Mapping[str, KeyTransform], places: Mapping[str, int]
     ) -> Damages:
         return {
-            name: self.damage(name, fakes(self.standing[name], config, index, transforms.get(name)))
+            name: self.damage(self.standing[name], fakes(self.standing[name], config, index, transforms.get(name)))
             for name, index in places.items()
         }
 
-    def damage(self, name: str, fake: dict[str, torch.Tensor]) -> dict[str, float]:
-        attention, found = self.standing[name], {}
-        for number, side in enumerate(SIDES):
-            attention.fakes[number] = fake[side]
-            with self.blocks.skipped(name):
-                found[side] = divergence(self.reference, self.log_probabilities())
-            attention.fakes[number] = None
+    def damage(self, attention: CachedAttention, fakes: dict[str, torch.Tensor]) -> dict[str, float]:
+        found = {}
+        for side in SIDES:
+            attention.fakes = {side: fakes[side]}
+            found[side] = divergence(self.reference, self.log_probabilities())
+        attention.fakes = {}
         return found
 
 
@@ -230,7 +171,7 @@ def fakes(
     attention: CachedAttention, config: TurboQuantConfig, index: int, transform: KeyTransform | None
 ) -> dict[str, torch.Tensor]:
     """What a layer's codec makes of its keys and values [T, H_kv, d]."""
-    keys, values = attention.kept
+    keys, values = (rows.float() for rows in attention.kept)
     _, heads, dim = keys.shape
     with compat.default_dtype(torch.float32):
         codec = KVCodec.build(config, index, heads, dim, transform, keys.device)

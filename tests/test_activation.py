@@ -51,6 +51,8 @@ def test_enable_no_alloc_reaches_other_processes_and_is_undone():
     assert activation.requested() == config and config.buffer_size == 64
     enable_no_alloc(key_bits=4, value_bits=2)
     assert activation.requested().name == "k4v2"
+    assert enable_no_alloc("auto:3.5") == activation.requested() and activation.requested().auto_bits == 3.5
+    assert enable_no_alloc(layer_bits=[(8, 4)]) == activation.requested()
     activation.disable()
     assert activation.requested() is None
 

@@ -8,7 +8,7 @@ the least sum under a budget is a knapsack with one preset to pick for every lay
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import gcd
+from math import ceil, floor, gcd
 
 import torch
 
@@ -49,24 +49,21 @@ def allocate(config: TurboQuantConfig, layers: Sequence[LayerDamage], alike: boo
     ValueError if `auto_bits` is less than the fewest, or more than the most that the layers can have.
     """
     options = [choices(config, layer) for layer in layers]
-    budget = bytes_of(config.auto_bits, layers)
-    check_budget(config.auto_bits, options, budget)
+    numbers = sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
+    check_budget(config.auto_bits, options, numbers)
+    budget = int(numbers * config.auto_bits / 8)
     found = best_alike(options, budget) if alike else best(options, budget)
     by_index = dict(zip((layer.index for layer in layers), found, strict=True))
     rest = config.key_bits, config.value_bits
     return replace(config, layer_bits=tuple(by_index.get(index, rest) for index in range(max(by_index) + 1)))
 
 
-def bytes_of(average: float, layers: Sequence[LayerDamage]) -> int:
-    """Bytes of a token in all layers with so many bits per number."""
-    return int(sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * average / 8)
-
-
-def check_budget(average: float, options: Sequence[Sequence[Choice]], budget: int) -> None:
+def check_budget(average: float, options: Sequence[Sequence[Choice]], numbers: int) -> None:
+    """ValueError unless the layers can have so many bits per number, of which a token has `numbers`."""
     sizes = [[choice.size for choice in layer] for layer in options]
-    least, most = sum(map(min, sizes)), sum(map(max, sizes))
-    if not least <= budget <= most:
-        allowed = " to ".join(f"{average * size / budget:.4g}" for size in (least, most))
+    least, most = (8 * sum(map(bound, sizes)) / numbers for bound in (min, max))
+    if not least <= average <= most:
+        allowed = f"{ceil(1000 * least) / 1000:g} to {floor(1000 * most) / 1000:g}"
         raise ValueError(f"auto_bits={average:g} cannot be met: the layers of this model can have {allowed}")
 
 

@@ -1,6 +1,7 @@
 """What to compress and how: presets, the configuration, and the mode table."""
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -78,6 +79,15 @@ def choice_error(what: str, value: object, allowed: Iterable[object]) -> ValueEr
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return ValueError(f"unknown {what} {str(value)!r}; allowed: {', '.join(names)}{hint}")
+
+
+def format_name(key_bits: int, value_bits: int) -> str:
+    return f"k{key_bits}v{value_bits}"
+
+
+def mixture(formats: dict[str, int]) -> str:
+    """{"k8v4": 2, "k4v4": 28} -> "2 k8v4, 28 k4v4" """
+    return ", ".join(f"{count} {name}" for name, count in formats.items())
 
 
 def is_preset(name: object) -> bool:
@@ -229,7 +239,7 @@ class TurboQuantConfig:
     def name(self) -> str:
         if self.auto_bits:
             return f"{AUTO}{self.auto_bits:g}"
-        return f"k{self.key_bits}v{self.value_bits}" + ("*" if self.layer_bits else "")
+        return format_name(self.key_bits, self.value_bits)
 
     @property
     def calibration_file(self) -> str | None:
@@ -245,6 +255,10 @@ class TurboQuantConfig:
 
     def _bits(self, index: int) -> tuple[int, int]:
         return self.layer_bits[index] if index < len(self.layer_bits) else (self.key_bits, self.value_bits)
+
+    def formats(self, indices: Iterable[int]) -> dict[str, int]:
+        """How many of the attention layers with these indices have which bits: {"k8v4": 2, "k4v4": 28}."""
+        return dict(Counter(format_name(self.layer_key_bits(i), self.layer_value_bits(i)) for i in indices))
 
     def uniform(self, key_bits: int, value_bits: int) -> "TurboQuantConfig":
         """The same with these bits in every layer."""

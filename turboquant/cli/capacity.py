@@ -58,12 +58,14 @@ class Engine:
 class CachePlan:
     """One cache on one GPU.
 
-    bytes_per_token: of all attention layers; exact_bytes: the ring of exact tokens; table_bytes: codecs and the ring's
-    tables; kv_bytes: for blocks; blocks: vLLM's num_gpu_blocks; tokens: vLLM's "KV cache size", for requests of the
-    full length; concurrency: so many such requests at once.
+    formats: compressed layers by their bits, none where an engine chooses them; bytes_per_token: of all attention
+    layers; exact_bytes: the ring of exact tokens; table_bytes: codecs and the ring's tables; kv_bytes: for blocks;
+    blocks: vLLM's num_gpu_blocks; tokens: vLLM's "KV cache size", for requests of the full length; concurrency: so many
+    such requests at once.
     """
 
     cache: str
+    formats: dict[str, int]
     bytes_per_token: int
     exact_bytes: int
     table_bytes: int
@@ -99,8 +101,8 @@ def plan_native(model: Model, engine: Engine, name: str) -> CachePlan:
 def plan_compressed(model: Model, engine: Engine, name: str, config: TurboQuantConfig) -> CachePlan:
     """The native route's cache: compressed pages, with exact tokens and tables beside them."""
     ours = [layer for layer in model.owners if native_reason(layer, model, config) is None]
-    if config.auto_bits:
-        config = planned(config, model, ours)
+    formats = {} if config.auto_bits else config.formats(layer.index for layer in ours)
+    config = planned(config, model, ours)
     tokens = {x: compressed_bytes(x, config) if x in ours else plain_bytes(x) for x in model.owners}
     asked = engine.block_size or PREFERRED_BLOCK
     host, layout = host_of(model, engine, asked), layout_of(tokens, asked)
@@ -110,11 +112,17 @@ def plan_compressed(model: Model, engine: Engine, name: str, config: TurboQuantC
     plan = fill(name, engine, layout, exact, codecs)
     smallest = min(memories.values(), key=lambda memory: memory.ring_tokens, default=LayerMemory(0, 0, 0))
     rings = layout.pool.groups_of({tokens[layer] for layer in ours}) if ours else 0
-    return replace(plan, table_bytes=codecs + rings * ring_table_bytes(smallest, plan.blocks, layout.block_size))
+    tables = codecs + rings * ring_table_bytes(smallest, plan.blocks, layout.block_size)
+    return replace(plan, formats=formats, table_bytes=tables)
 
 
 def planned(config: TurboQuantConfig, model: Model, ours: list[Layer]) -> TurboQuantConfig:
-    """Bits as if all layers cost the same: an engine measures what they do, and uses the budget as far."""
+    """With bits for `auto_bits`, as if all layers cost the same: an engine measures what they do.
+
+    ValueError if the model's layers cannot have so few, or so many.
+    """
+    if not config.auto_bits:
+        return config
     alike = len({(layer.kind, layer.window) for layer in model.owners}) > 1
     layers = [LayerDamage(layer.index, layer.num_kv_heads, layer.head_dim, 1.0, 1.0) for layer in ours]
     return allocate(config, layers, alike)
@@ -145,7 +153,7 @@ def fill(name: str, engine: Engine, layout: Layout, exact: int, tables: int) -> 
     blocks = layout.pool.blocks(kv_bytes)
     concurrency = blocks / layout.pool.blocks_of_request(length, CONCURRENT_BATCHES * engine.limits.tokens)
     return CachePlan(
-        name, layout.bytes_per_token, exact, tables, kv_bytes, layout.block_size, blocks, int(concurrency * length),
+        name, {}, layout.bytes_per_token, exact, tables, kv_bytes, layout.block_size, blocks, int(concurrency * length),
         round(concurrency, 3),
     )  # fmt: skip
 

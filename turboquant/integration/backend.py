@@ -29,7 +29,7 @@ from turboquant.batch import AttentionBatch
 from turboquant.calibration import LayerTransforms, of_layer
 from turboquant.capture import ExactRing, ExactWindow, LayerCache, RingData, StepPlan, exact_blocks
 from turboquant.codec import KeyTransform, KVCodec, rotary_bytes
-from turboquant.config import NO_CALIBRATION, TurboQuantConfig
+from turboquant.config import NO_CALIBRATION, TurboQuantConfig, format_name, mixture
 from turboquant.integration import compat, selfcalibration, sensitivity, telemetry
 from turboquant.integration.calibration_file import load_transforms
 from turboquant.integration.rehearsal import distinct_steps, largest_steps, rehearse, rehearse_plan
@@ -121,7 +121,7 @@ def page_format(config: TurboQuantConfig, key_bits: int, value_bits: int, head_d
 def backend_of(config: TurboQuantConfig, key_bits: int, value_bits: int) -> type[TurboQuantBackend]:
     """The backend of layers with a page format."""
     fields = {"config": config, "key_bits": key_bits, "value_bits": value_bits}
-    return type(f"TurboQuantBackend_k{key_bits}v{value_bits}", (TurboQuantBackend,), fields)
+    return type(f"TurboQuantBackend_{format_name(key_bits, value_bits)}", (TurboQuantBackend,), fields)
 
 
 @dataclass(eq=False)
@@ -635,8 +635,8 @@ def fixed_stats(vllm_config: Any) -> dict[str, Any]:
 
 def formats(layers: Sequence[Any]) -> dict[str, int]:
     """Layers by their bits: {"k4v2": 30}."""
-    names = sorted(f"k{layer.impl.codec.key.bits}v{layer.impl.codec.value.bits}" for layer in layers)
-    return dict(Counter(names))
+    codecs = (layer.impl.codec for layer in layers)
+    return dict(Counter(format_name(codec.key.bits, codec.value.bits) for codec in codecs))
 
 
 def figures(vllm_config: Any) -> telemetry.Figures:
@@ -654,8 +654,7 @@ def summary(vllm_config: Any) -> str:
     """One line: layers compressed and skipped and why, bytes per token, tokens of capacity."""
     found = fixed_stats(vllm_config)
     packed, plain = found["bytes_per_token_compressed"], found["bytes_per_token_native"]
-    mixed = ", ".join(f"{count} {name}" for name, count in found["formats"].items())
-    name = f"{found['preset']} ({mixed})" if len(found["formats"]) > 1 else found["preset"]
+    name = f"{found['preset']} ({mixture(found['formats'])})" if len(found["formats"]) > 1 else found["preset"]
     text = (
         f"turboquant {name}: {len(found['layers'])} layers compressed, {packed} instead of {plain} bytes "
         f"per token, {found['capacity_tokens']} tokens of capacity instead of about "

@@ -181,7 +181,12 @@ def fakes(
 
 
 def divergence(reference: torch.Tensor | None, tested: torch.Tensor | None) -> float:
-    """Mean Kullback-Leibler divergence in nats of log-probabilities [N, V]; 0 on ranks that have none."""
+    """Kullback-Leibler divergence in nats of log-probabilities [N, V]; 0 on ranks that have none.
+
+    The square of the rows' mean root: a few rows diverge far more than all others, so that a mean of so few says
+    little.  On SmolLM2, bits by 32 rows' mean roots lose as little on other rows as those by 64 rows' means.
+    """
     if reference is None or tested is None:
         return 0.0
-    return float((reference.exp() * (reference - tested)).sum(-1).mean().clamp(min=0))
+    rows = (reference.exp() * (reference - tested)).sum(-1)
+    return float(rows.clamp(min=0).sqrt().mean().square())

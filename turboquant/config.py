@@ -256,6 +256,11 @@ class TurboQuantConfig:
     def _bits(self, index: int) -> tuple[int, int]:
         return self.layer_bits[index] if index < len(self.layer_bits) else (self.key_bits, self.value_bits)
 
+    def check_chosen(self) -> None:
+        """ValueError where the bits are left to an engine of vLLM, for caches outside of one."""
+        if self.auto_bits and not self.layer_bits:
+            raise ValueError(f"auto_bits={self.auto_bits:g} needs vLLM to choose the bits; give layer_bits instead")
+
     def formats(self, indices: Iterable[int]) -> dict[str, int]:
         """How many of the attention layers with these indices have which bits: {"k8v4": 2, "k4v4": 28}."""
         return dict(Counter(format_name(self.layer_key_bits(i), self.layer_value_bits(i)) for i in indices))

@@ -11,6 +11,7 @@ from hypothesis import settings
 from turboquant.batch import AttentionBatch
 from turboquant.codec import KVCodec
 from turboquant.config import TurboQuantConfig
+from turboquant.rotary import Rotary
 
 torch.set_num_threads(1)
 
@@ -32,6 +33,13 @@ def normal(*shape, seed):
 def build_codec(num_kv_heads, head_dim, **options):
     """A codec; do not modify it, all tests share it."""
     return KVCodec.build(TurboQuantConfig(**options), 0, num_kv_heads, head_dim)
+
+
+def rotary_of(head_dim, context, base=1e4, size=None, interleaved=False):
+    """A rotary embedding of `size` coordinates (default: all)."""
+    size = size or head_dim
+    angles = torch.arange(context)[:, None] * base ** (-torch.arange(0, size, 2) / size)
+    return Rotary.of_cache(torch.cat([angles.cos(), angles.sin()], 1), head_dim, interleaved, context)
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------

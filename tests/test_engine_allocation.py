@@ -35,7 +35,7 @@ def test_layers_differ_within_the_budget(measured):
 
 
 def test_a_file_says_the_same(measured):
-    stats, bits, outputs, path = measured
+    _, bits, outputs, path = measured
     assert len(load_damages(path)) == 30
     with engine(PRESET, {"calibration": str(path)}, **LIMITS) as llm:
         assert llm.collective_rpc("tqtest_bits")[0] == bits

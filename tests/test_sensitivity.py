@@ -25,12 +25,10 @@ def standing(window=0, softcap=0.0):
     )  # fmt: skip
     attention = sensitivity.CachedAttention(layer, None)
     keys, values = (normal(TOKENS, HEADS * DIM, seed=seed) * 3 for seed in (1, 2))
-    for part in (range(90), range(90, TOKENS)):
-        attention.positions = torch.tensor(part)
+    for part in torch.arange(TOKENS).split(90):
+        attention.positions = part
         query, output = normal(len(part), HEADS * GROUP * DIM, seed=9), torch.empty(len(part), HEADS * GROUP * DIM)
-        layer.impl.forward(
-            layer, query, keys[part[0] : part[-1] + 1], values[part[0] : part[-1] + 1], None, None, output
-        )
+        layer.impl.forward(layer, query, keys[part], values[part], None, None, output)
     attention.growing = False
     return layer, attention
 
@@ -112,8 +110,7 @@ def test_divergence_is_the_square_of_the_mean_root():
 
 # ---- the file --------------------------------------------------------------------------------------------------
 def transforms():
-    plain = LayerTransforms(KeyTransform.identity(HEADS, DIM))
-    return {"model.layers.0.attn": plain, "model.layers.1.attn": plain}
+    return {f"model.layers.{i}.attn": LayerTransforms(KeyTransform.identity(HEADS, DIM)) for i in range(2)}
 
 
 def test_the_file_keeps_what_bits_cost(tmp_path):

@@ -4,17 +4,18 @@ import re
 from itertools import product
 
 import pytest
+from helpers import PROPERTY
 from hypothesis import given
 from hypothesis import strategies as st
 
 from turboquant.allocation import (
+    MOST_FORMATS,
     PROBE_BITS,
     SIDES,
     Choice,
     LayerDamage,
     allocate,
-    best,
-    best_alike,
+    best_of_few,
     choices,
     row_bytes,
     squared_errors,
@@ -38,8 +39,8 @@ def auto(average, **options):
 
 def cost(options, found):
     """(damage, bytes) of bits that were picked."""
-    picked = [next(c for c in layer if c.bits == bits) for layer, bits in zip(options, found, strict=True)]
-    return sum(choice.damage for choice in picked), sum(choice.size for choice in picked)
+    pairs = zip(options, found, strict=True)
+    return total([next(choice for choice in layer if choice.bits == bits) for layer, bits in pairs])
 
 
 @st.composite
@@ -55,31 +56,41 @@ def problems(draw):
     return options, draw(st.integers(least, most))
 
 
-@given(problems())
-def test_no_other_choice_is_better(problem):
-    options, budget = problem
-    totals = (
-        (sum(c.damage for c in picked), sum(c.size for c in picked))
-        for picked in product(*options)  # what all ways to pick would cost
-    )
-    damage, size = cost(options, best(options, budget))
-    assert size <= budget
-    assert damage == pytest.approx(min(damage for damage, size in totals if size <= budget), abs=1e-12)
+def total(picked):
+    """(damage, bytes) of a choice for every layer."""
+    return sum(choice.damage for choice in picked), sum(choice.size for choice in picked)
 
 
-@given(problems())
-def test_the_same_bits_everywhere(problem):
+@PROPERTY
+@given(problems(), st.integers(1, 5))
+def test_no_other_choice_is_better(problem, formats):
     options, budget = problem
-    costs = {bits: cost(options, [bits] * len(options)) for bits in (c.bits for c in options[0])}
-    fitting = [damage for damage, size in costs.values() if size <= budget]
+    others = [total(p) for p in product(*options) if len({choice.bits for choice in p}) <= formats]
+    fitting = [damage for damage, size in others if size <= budget]
     if not fitting:
-        with pytest.raises(ValueError, match="same bits"):
-            best_alike(options, budget)
+        with pytest.raises(ValueError, match=f"no {formats} kinds of bits serve all layers"):
+            best_of_few(options, budget, formats)
         return
-    found = best_alike(options, budget)
-    assert len(set(found)) == 1 and costs[found[0]][0] == pytest.approx(min(fitting), abs=1e-12)
+    found = best_of_few(options, budget, formats)
+    damage, size = total(found)
+    assert size <= budget and len({choice.bits for choice in found}) <= formats
+    assert damage == pytest.approx(min(fitting), abs=1e-12)
 
 
+def test_layers_that_must_be_alike_get_the_same():
+    layers = layers_of((1e-6, 1e-6), (0.1, 0.1))
+    assert len(set(allocate(auto(4), layers).layer_bits)) == 2
+    assert set(allocate(auto(4), layers, alike=True).layer_bits) == {(4, 3)}
+    with pytest.raises(ValueError, match="no 1 kinds of bits"):
+        allocate(auto(4.5, initial_layers_count=1), layers, alike=True)
+
+
+def test_a_model_has_few_different_bits():
+    found = allocate(auto(3.5), layers_of(*[(2.0**-i, 1.5**-i) for i in range(40)])).layer_bits
+    assert len(set(found)) == MOST_FORMATS
+
+
+@PROPERTY
 @given(st.lists(st.tuples(damages, damages), min_size=1, max_size=8), st.sampled_from(PAIRS))
 def test_never_worse_than_a_preset_of_the_same_bytes(pairs, bits):
     """And it keeps within them."""

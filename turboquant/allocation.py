@@ -2,12 +2,14 @@
 
 What a layer's keys lose hardly depends on the other layers: their divergences add up, and each is proportional to the
 quantiser's squared error.  One measurement a layer and side, at PROBE_BITS, therefore says what every width costs, and
-the least sum under a budget is a knapsack with one preset to pick for every layer, solved exactly.
+the least sum under a budget is a knapsack with one preset to pick for every layer, solved exactly.  Layers have a few
+different presets only: each costs kernels to compile and a plan a step, and three lose a tenth at most against all.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations
 from math import ceil, floor, gcd
 
 import torch
@@ -17,6 +19,7 @@ from turboquant.config import KEY_BITS, PRESETS, VALUE_BITS, TurboQuantConfig
 from turboquant.quantizer import Quantizer
 
 PROBE_BITS = 2  # where damages are measured: the larger, the further above the rounding of 16-bit models
+MOST_FORMATS = 3  # different bits in one model
 THREE_BITS_FROM = 128  # head size from which the fast decode serves 3 bits
 SIDES = ("keys", "values")
 Bits = tuple[int, int]  # of keys and of values
@@ -51,9 +54,9 @@ def allocate(config: TurboQuantConfig, layers: Sequence[LayerDamage], alike: boo
     options = [choices(config, layer) for layer in layers]
     numbers = sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
     check_budget(config.auto_bits, options, numbers)
-    budget = int(numbers * config.auto_bits / 8)
-    found = best_alike(options, budget) if alike else best(options, budget)
-    by_index = dict(zip((layer.index for layer in layers), found, strict=True))
+    budget = floor(round(numbers * config.auto_bits / 8, 6))  # a product that is whole stays so
+    found = best_of_few(options, budget, 1 if alike else MOST_FORMATS)
+    by_index = {layer.index: choice.bits for layer, choice in zip(layers, found, strict=True)}
     rest = config.key_bits, config.value_bits
     return replace(config, layer_bits=tuple(by_index.get(index, rest) for index in range(max(by_index) + 1)))
 
@@ -119,8 +122,24 @@ def squared_errors(config: TurboQuantConfig, head_dim: int, side: str) -> dict[i
 
 
 # ---- the knapsack ----------------------------------------------------------------------------------------------
-def best(options: Sequence[Sequence[Choice]], budget: int) -> list[Bits]:
-    """Bits for every layer: the least damage within the budget, which is at least the sum of the smallest sizes.
+def best_of_few(options: Sequence[Sequence[Choice]], budget: int, formats: int) -> list[Choice]:
+    """A choice for every layer with so many different bits at most: the least damage within the budget.
+
+    ValueError if no so few bits serve all layers.
+    """
+    kinds = sorted({choice.bits for layer in options for choice in layer})
+    found = []
+    for few in combinations(kinds, min(formats, len(kinds))):
+        kept = [[choice for choice in layer if choice.bits in few] for layer in options]
+        if all(kept) and sum(min(choice.size for choice in layer) for layer in kept) <= budget:
+            found.append(best(kept, budget))
+    if not found:
+        raise ValueError(f"no {formats} kinds of bits serve all layers within auto_bits and initial_layers_key_bits")
+    return min(found, key=lambda picked: sum(choice.damage for choice in picked))
+
+
+def best(options: Sequence[Sequence[Choice]], budget: int) -> list[Choice]:
+    """A choice for every layer: the least damage within the budget, which is at least the sum of the smallest sizes.
 
     Dynamic programming over the bytes that are left, in units of what two choices can differ by.
     """
@@ -135,7 +154,7 @@ def best(options: Sequence[Sequence[Choice]], budget: int) -> list[Bits]:
         picks.append(pick.tolist())
     found = []
     for layer, steps, pick in zip(reversed(options), reversed(extras), reversed(picks), strict=True):
-        found.append(layer[pick[left]].bits)
+        found.append(layer[pick[left]])
         left -= steps[pick[left]] // unit
     return found[::-1]
 
@@ -143,16 +162,3 @@ def best(options: Sequence[Sequence[Choice]], budget: int) -> list[Bits]:
 def shifted(damages: torch.Tensor, by: int) -> torch.Tensor:
     """Damages by what is left [C], after `by` units were spent; infinite where they are not there."""
     return torch.nn.functional.pad(damages, (by, 0), value=torch.inf)[: len(damages)]
-
-
-def best_alike(options: Sequence[Sequence[Choice]], budget: int) -> list[Bits]:
-    """The same bits for all layers: the least damage within the budget, ValueError if no bits fit all."""
-    tables = [{choice.bits: choice for choice in layer} for layer in options]
-    totals = {
-        bits: (sum(table[bits].damage for table in tables), sum(table[bits].size for table in tables))
-        for bits in set.intersection(*map(set, tables))
-    }
-    fitting = {bits: damage for bits, (damage, size) in totals.items() if size <= budget}
-    if not fitting:
-        raise ValueError("the layers of this model must have the same bits, which initial_layers_count prevents")
-    return [min(fitting, key=lambda bits: fitting[bits])] * len(options)

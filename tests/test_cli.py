@@ -541,6 +541,8 @@ def test_doctor_knows_what_an_engine_will_choose(folder):
     ]
     status, checks = examined(folder(SMOLLM2), "--preset", "auto:7")
     assert status == 1 and checks["bits"][0][0] == "fail" and "2.25 to 6.25" in checks["bits"][0][1]
+    status, checks = examined(folder(GRANITE), "--preset", "auto:4")
+    assert status == 1 and "recurrent layers" in checks["bits"][0][1]
 
 
 def test_doctor_says_that_biased_keys_are_calibrated(folder):

@@ -101,6 +101,14 @@ def test_fakes_are_what_the_codec_decodes():
     assert error(2, center)[0] < 0.5 * error(2)[0] and error(2, center)[1] == error(2)[1]
 
 
+@pytest.mark.parametrize(("tokens", "count"), [(1315, 32), (512, 32), (200, 256), (100, 32), (1, 32)])
+def test_rows_lie_where_something_is_compressed(tokens, count):
+    rows = sensitivity.choose_rows(tokens, count)
+    assert 1 <= len(rows) <= count and rows == sorted(set(rows)) and rows[-1] < tokens
+    if tokens > SINKS + sensitivity.RECENT + 1:
+        assert rows[0] == SINKS + sensitivity.RECENT + 1 and tokens - rows[-1] <= max(1, tokens // count + 1)
+
+
 def test_divergence_is_the_square_of_the_mean_root():
     reference, tested = (normal(4, 9, seed=seed).log_softmax(-1) for seed in (1, 2))
     rows = torch.nn.functional.kl_div(tested, reference, reduction="none", log_target=True).sum(-1)

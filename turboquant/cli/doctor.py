@@ -220,6 +220,8 @@ def check_bits(model: "Model", config: TurboQuantConfig) -> Finding:
     from turboquant.cli.model import native_reason
 
     ours = [layer for layer in model.owners if native_reason(layer, model, config) is None]
+    if not config.calibration_file and not all(layer.is_attention for layer in model.layers):
+        return Finding("fail", "bits", "an engine cannot measure what they cost beside recurrent layers")
     try:
         planned(config, model, ours)
     except ValueError as error:

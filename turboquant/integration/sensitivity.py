@@ -5,7 +5,7 @@ over the text are then run again as decode steps on this cache, but for one laye
 codec makes of them; the first tokens and the last ones before a row stay exact, as in the ring.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from turboquant.integration import compat
 from turboquant.integration.calibration_file import load_damages
 from turboquant.integration.selfcalibration import pieces
 
-RECENT = 64  # tokens before a row that stay exact
+RECENT = TurboQuantConfig().buffer_size  # tokens before a row that stay exact
 ROWS = {"cpu": 32, "cuda": 256}  # that are measured: what a second, or a fraction of one, can hold
 Damages = dict[str, dict[str, float]]  # layer -> side -> mean divergence in nats
 
@@ -98,7 +98,8 @@ def measure(
     standing = stand_in(runner)
     ids = [token for piece in pieces(runner.vllm_config) for token in piece]
     try:
-        probe = Probe(runner, standing, ids[: runner.vllm_config.model_config.max_model_len])
+        ids = ids[: runner.vllm_config.model_config.max_model_len]
+        probe = Probe(runner, standing, ids, choose_rows(len(ids), ROWS[runner.device.type]))
         return compat.agreed(probe.damages(config.uniform(PROBE_BITS, PROBE_BITS), transforms, places))
     finally:
         for attention in standing.values():
@@ -121,32 +122,35 @@ def stand_in(runner: Any) -> dict[str, CachedAttention]:
     return standing
 
 
-class Probe:
-    """Rows of the package's text on a cache of plain keys and values."""
+def choose_rows(tokens: int, count: int) -> list[int]:
+    """Positions evenly over a text, from where something is not exact."""
+    first = min(SINKS + RECENT + 1, tokens - 1)
+    return list(range(first, tokens, max(1, -(-(tokens - first) // count))))
 
-    def __init__(self, runner: Any, standing: dict[str, CachedAttention], ids: list[int]):
-        self.runner, self.standing, self.ids = runner, standing, ids
+
+class Probe:
+    """Some rows of a text on a cache of plain keys and values of all its tokens.
+
+    reference: their log-probabilities, float32 [N, vocabulary]; None on ranks that have none.
+    """
+
+    def __init__(self, runner: Any, standing: dict[str, CachedAttention], ids: list[int], rows: Sequence[int]):
+        self.runner, self.standing, self.ids, self.rows = runner, standing, ids, rows
         size = min(CHUNK, runner.vllm_config.scheduler_config.max_num_batched_tokens)
-        for first in range(0, len(self.ids), size):
-            self.run(range(first, min(first + size, len(self.ids))))
+        for first in range(0, len(ids), size):
+            self.run(range(first, min(first + size, len(ids))))
         for attention in standing.values():
             attention.growing = False
-        self.rows = self.choose_rows(min(size, ROWS.get(runner.device.type, CHUNK)))
         self.reference = self.log_probabilities()
 
-    def choose_rows(self, count: int) -> list[int]:
-        """Positions evenly over the text, from where something is not exact."""
-        first = min(SINKS + RECENT + 1, len(self.ids) - 1)
-        step = max(1, (len(self.ids) - first) // count)
-        return list(range(len(self.ids) - 1, first - 1, -step))[::-1]
-
-    def run(self, positions: Any) -> Any:
-        at = torch.tensor(list(positions), device=self.runner.device)
+    def run(self, positions: Sequence[int]) -> Any:
+        at = torch.tensor(positions, device=self.runner.device)
         for attention in self.standing.values():
             attention.positions = at
-        return compat.run_rows(self.runner, [self.ids[i] for i in positions], list(positions))
+        return compat.run_rows(self.runner, [self.ids[i] for i in positions], positions)
 
     def log_probabilities(self) -> torch.Tensor | None:
+        """Of the rows, with what the layers' caches are now."""
         logits = compat.logits_of(self.runner, self.run(self.rows))
         return None if logits is None else logits.float().log_softmax(-1)
 

@@ -143,9 +143,10 @@ def _locate_kernel(
     """
     row = tl.program_id(0)
     history, seq, start, new = _lens(QUERY_START, SEQ_LENS, row, requests)
-    for first in range(history // BS, tl.where(new > 0, tl.cdiv(seq, BS), 0), NUMBERS):
+    end = tl.where(new > 0, tl.minimum(tl.cdiv(seq, BS), columns), 0)  # dummy batches claim more than tables hold
+    for first in range(history // BS, end, NUMBERS):
         number = first + tl.arange(0, NUMBERS)
-        written = number * BS < seq
+        written = number < end
         block = tl.load(TABLE + row.to(tl.int64) * table_stride + number, mask=written, other=0).to(tl.int64)
         tl.store(NUMBER + block, number.to(tl.int32), mask=written)
     tl.store(LINES + row * 4, row)

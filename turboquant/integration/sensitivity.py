@@ -18,7 +18,7 @@ from turboquant.integration import compat
 from turboquant.integration.calibration_file import load_damages
 from turboquant.integration.selfcalibration import pieces
 
-RECENT = TurboQuantConfig().buffer_size  # tokens before a row that stay exact
+RECENT = 64  # tokens before a row that stay exact: fewer than in a cache, so that more of the short text counts
 ROWS = {"cpu": 32, "cuda": 256}  # that are measured: what a second, or a fraction of one, can hold
 Damages = dict[str, dict[str, float]]  # layer -> side -> mean divergence in nats
 

@@ -65,6 +65,12 @@ class PeekExtension:
             seen[group.in_native.data_ptr()] = group.in_native.nbytes
         return sum(seen.values())
 
+    def tqtest_device_bytes(self) -> int:
+        """What torch has taken of a CUDA device."""
+        import torch
+
+        return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+
     def tqtest_transforms(self) -> dict[str, tuple[bool, list[list[float]], list[list[float]]]]:
         """Of the compressed layers of the native route: whether the centre turns, centre, gain."""
         from turboquant.integration import backend

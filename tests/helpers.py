@@ -35,11 +35,15 @@ def build_codec(num_kv_heads, head_dim, **options):
     return KVCodec.build(TurboQuantConfig(**options), 0, num_kv_heads, head_dim)
 
 
-def rotary_of(head_dim, context, base=1e4, size=None, interleaved=False):
-    """A rotary embedding of `size` coordinates (default: all)."""
-    size = size or head_dim
-    angles = torch.arange(context)[:, None] * base ** (-torch.arange(0, size, 2) / size)
-    return Rotary.of_cache(torch.cat([angles.cos(), angles.sin()], 1), head_dim, interleaved, context)
+def make_rotary(dim, context=256, *, base=300.0, fastest=0.25, size=None, interleaved=False, device="cpu"):
+    """A rotary embedding of `size` coordinates (all by default) of which some turn within a short context.
+
+    fastest: radians a position of the first pair.
+    """
+    size = size or dim
+    angles = torch.arange(context)[:, None] * base ** -(torch.arange(0, size, 2) / size) * fastest
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    return Rotary.of_cache(table.to(device), dim, interleaved, context)
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------

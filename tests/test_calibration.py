@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_vllm import FakeLayer, causal_attention
-from helpers import normal, rotary_of
+from helpers import make_rotary, normal
 
 from turboquant import TurboQuantConfig
 from turboquant.calibration import MAX_GAIN, PARTS, SINKS, TEXT, LayerTransforms, Moments, balanced_gain, of_layer
@@ -91,7 +91,7 @@ def test_logits_get_better_on_rows_that_were_not_seen(bits):
 
 def test_a_center_that_turns_is_found():
     """By a least-squares fit, whose error is that of the noise's mean; a constant centre leaves the energy in."""
-    rotary = rotary_of(DIM, 600)
+    rotary = make_rotary(DIM, 600)
     keys, query, center = turning_rows(3, rotary)
     moments = moments_of(keys, query, rotary=rotary)
     transform = moments.transform()
@@ -106,7 +106,7 @@ def test_a_center_that_turns_is_found():
 
 def test_error_is_the_logits_energy():
     """Of the keys without their centres, in the gain's metric, times the queries': mean over heads."""
-    rotary = rotary_of(DIM, 600)
+    rotary = make_rotary(DIM, 600)
     keys, query, _ = turning_rows(4, rotary)
     transform = replace(moments_of(keys, query, rotary=rotary).transform(), rotary=rotary)
     rows = (keys - rotary.turn(transform.center, torch.arange(600))) * transform.gain
@@ -118,7 +118,7 @@ def test_error_is_the_logits_energy():
 def test_a_layer_turns_where_that_is_better():
     """Some layers have an embedding that they do not use."""
     layer_moments = pytest.importorskip("turboquant.integration.selfcalibration").LayerMoments
-    rotary, layer = rotary_of(DIM, 600), SimpleNamespace(num_kv_heads=HEADS, head_size=DIM)
+    rotary, layer = make_rotary(DIM, 600), SimpleNamespace(num_kv_heads=HEADS, head_size=DIM)
     for rows, turns in ((turning_rows(5, rotary)[:2], True), (make_rows(5), False)):
         moments = layer_moments(layer, rotary)
         moments.add(*rows, torch.arange(600))
@@ -136,7 +136,7 @@ def test_short_pieces_are_computed_and_their_sinks_left_out(tokens):
     """The last piece of a text may be shorter than the sinks."""
     plain = pytest.importorskip("turboquant.integration.selfcalibration").PlainAttention
     layer = FakeLayer(HEADS * GROUP, HEADS, DIM)
-    attention = plain(layer, None, rotary_of(DIM, 600))
+    attention = plain(layer, None, make_rotary(DIM, 600))
     query, key, value = (normal(tokens, heads, DIM, seed=heads) for heads in (HEADS * GROUP, HEADS, HEADS))
     output = torch.empty_like(query)
     layer.impl.forward(layer, query, key, value, None, None, output)

@@ -26,7 +26,7 @@ import conftest  # noqa: F401  # decides about Triton's interpreter, for the scr
 import pytest
 import torch
 from fake_vllm import FakeEngine, FakeLayer, FakeRunner
-from helpers import FLOAT32_EPS, AmpleRing, Request, Step, attention, normal, page_owners, rng, rotary_of
+from helpers import FLOAT32_EPS, AmpleRing, Request, Step, attention, make_rotary, normal, page_owners, rng
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -124,7 +124,8 @@ def geometries(**fixed):
 @cache
 def rotary(dim, center):
     share, base, interleaved = ROTARIES[center]
-    return rotary_of(dim, 100 if center == "short" else MOST_TOKENS, base, int(dim * share), interleaved)
+    context = 100 if center == "short" else MOST_TOKENS
+    return make_rotary(dim, context, base=base, fastest=1.0, size=int(dim * share), interleaved=interleaved)
 
 
 @cache

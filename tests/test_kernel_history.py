@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers import normal
+from helpers import make_rotary, normal
 
 from turboquant.batch import AttentionBatch
 from turboquant.capture import KVCaptureEngine
@@ -45,9 +45,9 @@ def shapes(*axes, count):
     return list(islice(zip(*map(cycle, axes), strict=False), count))
 
 
-def make_codec(heads, dim, options):
+def make_codec(heads, dim, options, rotary=None):
     """A codec with a key transform, so that logits have a shift."""
-    transform = KeyTransform(normal(heads, dim, seed=7) / 4, normal(heads, dim, seed=8).exp())
+    transform = KeyTransform(normal(heads, dim, seed=7) / 4, normal(heads, dim, seed=8).exp(), rotary)
     return KVCodec.build(TurboQuantConfig(**options), 1, heads, dim, transform, DEVICE)
 
 
@@ -133,6 +133,21 @@ def test_codecs_in_every_shape(name, dim, block_size, group, query_len):
     compare([37, 5], codec, group, [query_len] * 2, block_size=block_size)
 
 
+@pytest.mark.parametrize(
+    ("name", "dim", "block_size", "rotary", "softcap"),
+    [
+        ("k4v4", 64, 16, {}, 0.0),
+        ("k3v2", 80, 48, {"size": 40}, 2.0),
+        ("k8v4", 64, 32, {"interleaved": True}, 0.0),
+        ("prod3-group3", 64, 16, {"context": 64}, 0.0),  # shorter than the history: the last span goes on
+    ],
+)
+def test_turning_centres(name, dim, block_size, rotary, softcap):
+    codec = make_codec(2, dim, CODECS[name], make_rotary(dim, **rotary))
+    compare([101, 5], codec, 3, [2, 1], softcap=softcap, block_size=block_size)
+    compare([70, 32], codec, 1, softcap=softcap, block_size=block_size, window=9, sinks=5, sliding=40)
+
+
 @pytest.mark.parametrize("name", ["k4v4", "prod3-group3"])
 @pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
 def test_head_sizes_are_padded_to_a_power_of_two(name, dim):
@@ -213,11 +228,11 @@ def make_layer(codec):
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
-@pytest.mark.parametrize("sketched", [False, True])
+@pytest.mark.parametrize("operands", [0, 1, 2])
 @pytest.mark.parametrize("hopper", [False, True])
-def test_tiles_stay_within_their_room(dim, sketched, hopper):
-    """A tile is no larger than the rows need, and neither are its operands."""
+def test_tiles_stay_within_their_room(dim, operands, hopper):
+    """A tile is no larger than the rows need, and neither are its operands; Triton knows powers of two only."""
     for rows in (1, 16, 17, 64, 1000):
-        tile = history.choose_tile(rows, dim, sketched, hopper)
-        assert 16 <= tile.rows <= max(16, 2 * rows)
+        tile = history.choose_tile(rows, dim, operands, hopper)
+        assert 16 <= tile.rows <= max(16, 2 * rows) and tile.rows.bit_count() == 1
         assert tile.rows == 16 or tile.rows * dim <= (8192 if hopper else 4096)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import cosine, normal, rotary_of
+from helpers import cosine, make_rotary, normal
 
 from turboquant import TurboQuantConfig
 from turboquant.codec import KeyTransform, KVCodec
@@ -19,6 +19,10 @@ LAYOUTS = [  # head size, coordinates that turn, whether pairs are neighbours
     (128, 128, False),
 ]
 layouts = pytest.mark.parametrize(("dim", "size", "interleaved"), LAYOUTS)
+
+
+def rope(dim, context, size, interleaved=False):
+    return make_rotary(dim, context, base=BASE, fastest=1.0, size=size, interleaved=interleaved)
 
 
 def pairs_of(dim, size, interleaved):
@@ -42,7 +46,7 @@ def turned(center, positions, dim, size, interleaved):
 
 @layouts
 def test_centers_turn(dim, size, interleaved):
-    rotary = rotary_of(dim, 416, BASE, size, interleaved)
+    rotary = rope(dim, 416, size, interleaved)
     center, positions = normal(3, dim, seed=1), torch.tensor([0, 31, 32, 200, 383, 399])
     expected = turned(center, positions, dim, size, interleaved)
     # cosines and sines of float32 angles, which may round to either neighbour
@@ -51,14 +55,14 @@ def test_centers_turn(dim, size, interleaved):
 
 
 def test_positions_beyond_the_table_take_its_last_row():
-    rotary = rotary_of(64, 100)
+    rotary = make_rotary(64, 100)
     assert len(rotary.cos_sin) == 4
     assert rotary.spans(torch.tensor([[0, 99, 127], [128, 10**6, -1]])).tolist() == [[0, 3, 3], [3, 3, 0]]
 
 
 @layouts
 def test_a_quarter_turn(dim, size, interleaved):
-    rotary, x = rotary_of(dim, 64, BASE, size, interleaved), normal(2, dim, seed=2)
+    rotary, x = rope(dim, 64, size, interleaved), normal(2, dim, seed=2)
     for first, second, _ in pairs_of(dim, size, interleaved):
         assert torch.equal(rotary.quarter(x)[:, first], -x[:, second])
         assert torch.equal(rotary.quarter(x)[:, second], x[:, first])
@@ -67,7 +71,7 @@ def test_a_quarter_turn(dim, size, interleaved):
 
 @layouts
 def test_waves_give_the_logits_of_centers(dim, size, interleaved):
-    rotary = rotary_of(dim, 400, BASE, size, interleaved)
+    rotary = rope(dim, 400, size, interleaved)
     center, query, positions = normal(dim, seed=3), normal(7, dim, seed=4), torch.arange(0, 400, 9)
     found = rotary.waves(query, center) @ rotary.cos_sin[rotary.spans(positions)].float().T
     expected = query.double() @ rotary.turn(center[None], positions)[:, 0].double().T
@@ -76,12 +80,12 @@ def test_waves_give_the_logits_of_centers(dim, size, interleaved):
 
 def test_still_centers_stay():
     rotary, center = still(64, torch.device("cpu")), normal(2, 64, seed=5)
-    assert not rotary.turns and rotary_of(64, 64).turns and not rotary_of(64, SPAN).turns
+    assert not rotary.turns and make_rotary(64, 64).turns and not make_rotary(64, SPAN).turns
     assert torch.equal(rotary.turn(center, torch.arange(0, 9999, 1000)), center.expand(10, -1, -1))
 
 
 def test_tables_are_shared_and_counted():
-    rotary = rotary_of(64, 320)
+    rotary = make_rotary(64, 320)
     assert rotary.to("cpu") is rotary
     assert rotary.nbytes == 2 * 10 * 64 * 3 + 8 * 64
     assert rotary.to("meta").cos_sin.device.type == "meta"
@@ -89,7 +93,7 @@ def test_tables_are_shared_and_counted():
 
 def test_a_mean_key_that_turns_costs_nothing():
     """A mean of 40 times the rest, in pairs that turn within the context: codes of constant centres lose the rest."""
-    rotary, positions = rotary_of(64, 4096, 1e6), torch.arange(0, 4096, 16)
+    rotary, positions = make_rotary(64, 4096, base=1e6, fastest=1.0), torch.arange(0, 4096, 16)
     center = torch.zeros(1, 64)
     center[:, 12:20], center[:, 44:52] = 40.0, -40.0
     rest = normal(len(positions), 1, 64, seed=6)
@@ -104,7 +108,7 @@ def test_a_mean_key_that_turns_costs_nothing():
 
 
 def test_positions_must_be_given_where_centers_turn():
-    transform = KeyTransform(normal(2, 64, seed=7), torch.ones(2, 64), rotary_of(64, 200))
+    transform = KeyTransform(normal(2, 64, seed=7), torch.ones(2, 64), make_rotary(64, 200))
     codec = KVCodec.build(TurboQuantConfig(), 0, 2, 64, transform)
     rows, slots = normal(4, 2, 64, seed=8), torch.arange(4)
     store = CompressedBlockStore(codec, 2, 2, 16)
@@ -122,7 +126,7 @@ def test_positions_must_be_given_where_centers_turn():
 
 def test_slots_keep_their_positions():
     """Tokens written at far positions in any slots come back with their own centres; padding is skipped."""
-    transform = KeyTransform(50 * normal(2, 64, seed=7), torch.ones(2, 64), rotary_of(64, 4096))
+    transform = KeyTransform(50 * normal(2, 64, seed=7), torch.ones(2, 64), make_rotary(64, 4096))
     store = CompressedBlockStore(KVCodec.build(TurboQuantConfig(), 0, 2, 64, transform), 4, 2, 16)
     slots, positions = torch.tensor([5, -1, 60, 17]), torch.tensor([4000, 7, 0, 900])
     rest, values = normal(4, 2, 64, seed=8), normal(4, 2, 64, seed=9)
@@ -136,7 +140,7 @@ def test_slots_keep_their_positions():
 @layouts
 def test_lift_is_what_decoded_keys_lack(dim, size, interleaved):
     """Added to rows of the codec's basis, a span's row gives logits with the centre."""
-    rotary = rotary_of(dim, 400, BASE, size, interleaved)
+    rotary = rope(dim, 400, size, interleaved)
     transform = KeyTransform(normal(2, dim, seed=10), normal(2, dim, seed=11).exp(), rotary)
     codec = KVCodec.build(TurboQuantConfig(), 0, 2, dim, transform)
     query = normal(2, 3, dim, seed=12)
@@ -149,7 +153,7 @@ def test_lift_is_what_decoded_keys_lack(dim, size, interleaved):
 
 def test_a_table_of_an_embedding_is_rounded_to_half():
     """As on both sides of a product; coordinates beyond the rotary size get cosine 1 and sine 0."""
-    rotary = rotary_of(80, 64, size=32)
+    rotary = rope(80, 64, 32)
     assert rotary.cos_sin.dtype == torch.float16 and rotary.cos_sin.shape == (2, 80)
     assert (rotary.cos_sin[:, 16:40] == 1).all() and (rotary.cos_sin[:, 56:] == 0).all()
     assert sorted(rotary.pairs.flatten().tolist()) == list(range(80))

@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    sensitivity.CPU_ROWS = sensitivity.ROWS  # what bits cost is measured as on a GPU
     bench = Bench(runner_of(arguments.model, max(arguments.contexts) + 1))
     command = f"python benchmarks/allocation.py {Path(arguments.model).name} --presets {arguments.presets} "
     command += f"--contexts {' '.join(map(str, arguments.contexts))} --texts {arguments.texts} --rows {arguments.rows}"

@@ -12,7 +12,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "benchmarks")]
 import tables as results_tables  # noqa: E402
 from tables import markdown, results  # noqa: E402
 
-from turboquant.config import PRESETS, TurboQuantConfig  # noqa: E402
+from turboquant.config import AUTO, PRESETS, TurboQuantConfig, mixture  # noqa: E402
 
 PICTURES = HERE / "pictures"
 Table = Iterator[Iterable[str]]
@@ -63,6 +63,22 @@ def versions() -> Table:
 
     yield ("vLLM", "checked by")
     yield from CHECKED.items()
+
+
+def automatic() -> Table:
+    rows = results("allocation-smollm2")["rows"]
+    contexts = list(dict.fromkeys(row["context"] for row in rows))
+    by_place = {(row["preset"], row["context"]): row for row in rows}
+    columns = [f"{what}, {context} tokens" for context in contexts for what in ("KLD", "99 % below", "top-1")]
+    yield ("preset", "bits per number", "layers", *columns)
+    for preset in dict.fromkeys(row["preset"] for row in rows):
+        found = [by_place[preset, context] for context in contexts]
+        distances = [
+            (f"{row['mean_kld']:.5f} ± {row['se_kld']:.5f}", f"{row['p99_kld']:.3f}", f"{100 * row['top1']:.1f} %")
+            for row in found
+        ]
+        mixed = mixture(found[0]["formats"]) if preset.startswith(AUTO) else "all alike"
+        yield (f"`{preset}`", f"{found[0]['bits']:.2f}", mixed, *(part for parts in distances for part in parts))
 
 
 def blocks() -> Table:
@@ -165,7 +181,7 @@ def verdict(objections: list[str]) -> str:
 # ---- pages -----------------------------------------------------------------------------------------------------
 TABLES: dict[str, Callable[[], Table]] = {
     "presets": presets, "sizes": sizes, "metrics": metrics, "versions": versions, "features": features,
-    "blocks": blocks, "kernels": results_tables.kernels, "engine": results_tables.engine,
+    "automatic": automatic, "blocks": blocks, "kernels": results_tables.kernels, "engine": results_tables.engine,
     "quality": results_tables.quality,
 }  # fmt: skip
 

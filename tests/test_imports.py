@@ -18,7 +18,7 @@ LAYERS = [
     ("packing", "rotation", "rotary", "codebook", "page", "config"),
     ("quantizer",),
     ("codec",),
-    ("batch", "store", "calibration"),
+    ("batch", "store", "calibration", "allocation"),
     ("capture",),
     ("score",),
     ("kernels", "kv_cache"),

@@ -185,6 +185,17 @@ def test_a_loaded_model_runs_by_itself(release):
     assert release.method("config/model.py", "ModelConfig", "uses_mrope")
 
 
+def test_what_automatic_bits_take(release):
+    """Logits of hidden states, one rank's numbers on all, another backend for a layer, pages of different sizes."""
+    logits = release.method("model_executor/models/llama.py", "LlamaForCausalLM", "compute_logits")
+    assert parameters(logits) == ["self", "hidden_states"]
+    broadcast = release.method("distributed/parallel_state.py", "GroupCoordinator", "broadcast_object")
+    assert parameters(broadcast) == ["self", "obj", "src"]
+    assert "return self.attn_backend" in release.source(LAYER, "Attention", "get_attn_backend")
+    uniform = release.method("v1/kv_cache_interface.py", "UniformTypeKVCacheSpecs", "is_uniform_type")
+    assert parameters(uniform) == ["cls", "kv_cache_specs"]
+
+
 def test_model_and_cache_configuration(release):
     assert {"enable_sleep_mode"} <= release.fields("config/model.py", "ModelConfig")
     assert {"block_size", "num_gpu_blocks", "gpu_memory_utilization", "kv_cache_memory_bytes", "cache_dtype"} <= (
@@ -240,7 +251,7 @@ vllm.config.vllm.set_current_vllm_config = lambda config: contextlib.nullcontext
 before = vars(Platform)["_align_hybrid_block_size"], interface.FullAttentionSpec
 patch = compat.AttentionPatch(lambda *args: None, lambda layer: None)
 patch.apply()
-ours = backend.backend_of(TurboQuantConfig(), 4)
+ours = backend.backend_of(TurboQuantConfig(), 4, 4)
 theirs = SimpleNamespace(get_supported_kernel_block_sizes=lambda: [16])
 assert block_size(theirs) == (144, 2 * 2 * 2 * 128) and block_size(ours) == (528, 2 * 132)
 patch.undo()

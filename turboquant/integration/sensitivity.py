@@ -18,8 +18,8 @@ from turboquant.integration import compat
 from turboquant.integration.calibration_file import load_damages
 from turboquant.integration.selfcalibration import pieces
 
-RECENT = TurboQuantConfig().buffer_size  # tokens before a row that stay exact
-ROWS = {"cpu": 32, "cuda": 256}  # that are measured: what a second, or a fraction of one, can hold
+RECENT = 64  # tokens before a row that stay exact: fewer than in a cache, so that more of the short text counts
+ROWS, CPU_ROWS = 256, 32  # that are measured
 Damages = dict[str, dict[str, float]]  # layer -> side -> mean divergence in nats
 
 
@@ -99,7 +99,8 @@ def measure(
     ids = [token for piece in pieces(runner.vllm_config) for token in piece]
     try:
         ids = ids[: runner.vllm_config.model_config.max_model_len]
-        probe = Probe(runner, standing, ids, choose_rows(len(ids), ROWS[runner.device.type]))
+        count = CPU_ROWS if runner.device.type == "cpu" else ROWS
+        probe = Probe(runner, standing, ids, choose_rows(len(ids), count))
         return compat.agreed(probe.damages(config.uniform(PROBE_BITS, PROBE_BITS), transforms, places))
     finally:
         for attention in standing.values():

@@ -61,14 +61,15 @@ def step_of(lengths, block):
 
 
 def served(layout, lengths, softcap=0.0):
-    """Run a batch through the fast decode alone; returns it."""
+    """Run a batch of (cached, new) tokens, as many new ones each, through the fast decode alone; returns it."""
     (_, dim, heads, query_heads, block, _), (engine, layer) = layout, made_layer(layout)
     fast, batch = decode.FastDecode(layer, engine.ring), step_of(lengths, block)
-    rows = batch.num_rows
-    query, output = (torch.zeros(rows, query_heads, dim, dtype=torch.bfloat16) for _ in range(2))
-    own = tuple(torch.zeros(rows, heads, dim, dtype=torch.bfloat16) for _ in range(2))
+    count = batch.num_rows
+    query, output = (torch.zeros(count, query_heads, dim, dtype=torch.bfloat16) for _ in range(2))
+    own = tuple(torch.zeros(count, heads, dim, dtype=torch.bfloat16) for _ in range(2))
     plan = engine.begin_step(batch)
-    HybridScorer(dim**-0.5, softcap=softcap, fused=(fast,)).attend(layer, plan, query, own, output)
+    rows = {lengths[0][1]: range(len(lengths))}  # as a captured graph has them: all are of one length, without padding
+    HybridScorer(dim**-0.5, softcap=softcap, fused=(fast,)).attend(layer, plan, query, own, output, rows)
     return fast
 
 
@@ -106,7 +107,7 @@ def test_every_request_row_and_segment_has_its_program(kernels, layout, requests
     assert len(attention.made) == len(merge.made)
     seen = 0
     for grid, arguments, options in attention.made:
-        entries, partial = arguments[7], arguments[14]
+        entries, partial = arguments[9], arguments[16]
         seen += len(entries)
         count, kv_heads, row_tiles, segments, tile, width = partial.shape
         assert grid == (count * kv_heads, segments, row_tiles) and (count, kv_heads, width) == (
@@ -193,9 +194,8 @@ def test_tables_are_the_codecs(kernels):
     expected = (rows.float() @ layer.codec.query_matrix)[..., order]
     assert ((found - expected).norm(dim=-1) <= 0.01 * expected.norm(dim=-1)).all()
     assert sorted(order.tolist()) == list(range(128)) and len(tables.lookup) == 20
-    assert tables.nbytes == sum(
-        x.nbytes for x in (tables.query_matrix.parts, tables.output_matrix.parts, tables.lookup)
-    )
+    parts = (tables.query_matrix.parts, tables.output_matrix.parts, tables.lookup, tables.axes, tables.weights)
+    assert tables.nbytes == sum(x.nbytes for x in parts)
 
 
 def test_nothing_is_compiled_for_a_cpu():

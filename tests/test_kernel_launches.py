@@ -8,8 +8,8 @@ from helpers import Request, build_codec, normal, plain_step
 
 pytest.importorskip("triton.experimental.gluon")
 
-from turboquant.capture import KVCaptureEngine
-from turboquant.kernels import choose_kernels, decode, gluon_objection
+from turboquant.capture import KVCaptureEngine, plan_in_torch
+from turboquant.kernels import choose_kernels, choose_plan, decode, gluon_objection
 from turboquant.score import HybridScorer
 
 PROCESSORS = 132
@@ -202,3 +202,48 @@ def test_nothing_is_compiled_for_a_cpu():
     engine, layer = made_layer(LAYOUTS[0])
     chosen = choose_kernels(layer, engine.ring)
     assert not chosen.fused and chosen.nbytes == 0 and "CPU" in chosen.reason
+
+
+def test_devices_without_the_fast_decode_take_portable_kernels():
+    """And say why."""
+    from turboquant.kernels import encode, history, prefill
+
+    engine, layer = made_layer(LAYOUTS[0])
+    layer.store.pages = layer.store.pages.to("meta")  # some device that is not NVIDIA's
+    chosen = choose_kernels(layer, engine.ring, attention=lambda *_: None)
+    assert (chosen.encode, chosen.history) == (encode.encode, history.history_kernel)
+    assert chosen.decode is None and "NVIDIA" in chosen.reason
+    assert [type(kernel) for kernel in chosen.fused] == [prefill.StagedPrefill]
+    assert choose_kernels(layer, engine.ring).fused == ()
+    assert choose_plan(torch.device("cpu")) is plan_in_torch
+
+
+def test_what_is_compiled_together_is_not_run(monkeypatch):
+    """Kernels are asked for without a launch, and as ever afterwards, also where one fails."""
+    from triton.runtime.jit import JITFunction
+
+    from turboquant.kernels.compilation import AsyncCompileMode, compile_together
+
+    asked = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *_, **options: asked.append(options))
+    original = JITFunction.run
+
+    def launch():
+        JITFunction.run(None, grid=(1,), warmup=False)
+        raise ZeroDivisionError
+
+    if AsyncCompileMode is None:
+        compile_together(launch)
+        return
+    with pytest.raises(ZeroDivisionError):
+        compile_together(launch)
+    assert asked == [{"grid": (1,), "warmup": True}] and JITFunction.run is original
+
+
+def test_windows_are_packed_on_older_releases():
+    """Pages of sliding windows count their compressed bytes only."""
+    pytest.importorskip("vllm")
+    from turboquant.integration.specs import PackedSlidingWindowSpec
+
+    sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8, "sliding_window": 128}
+    assert PackedSlidingWindowSpec(**sizes, token_bytes=68).real_page_size_bytes == 32 * 2 * 68

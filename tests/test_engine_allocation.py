@@ -22,7 +22,7 @@ def measured(tmp_path_factory):
     with engine(PRESET, **LIMITS) as llm:
         outputs = alone(llm, prompts(llm, LENGTHS), 8)
         stats, bits = (llm.collective_rpc(name)[0] for name in ("tq_stats", "tqtest_bits"))
-        calibrate(llm, path)
+        calibrate(llm, path, layer_costs=True)
     return stats, bits, outputs, path
 
 

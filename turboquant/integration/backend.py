@@ -568,7 +568,8 @@ def damages_of(runner: Any, config: TurboQuantConfig, owners: Mapping[str, Turbo
     if reason := compat.probe_objection(runner.vllm_config):
         raise UnsupportedEngineError(
             f"turboquant cannot measure what bits cost in this engine ({reason}), as preset {config.name!r} needs: "
-            "name a calibration file that turboquant.calibrate wrote on one that can, another preset, or layer_bits"
+            "name a calibration file that turboquant.calibrate(..., layer_costs=True) wrote on one that can, another "
+            "preset, or layer_bits"
         )
     transforms = {name: impl.transform for name, impl in owners.items() if impl.transform is not None}
     places = {name: impl.layer_index for name, impl in owners.items()}

@@ -108,20 +108,22 @@ def as_figures(transforms: Mapping[str, LayerTransforms]) -> Figures:
     return {name: {side: x.tolist() for side, x in layer.tensors().items()} for name, layer in transforms.items()}
 
 
-def calibrate(llm: Any, path: str | Path, prompts: Sequence[str | list[int]] | None = None) -> Path:
+def calibrate(
+    llm: Any, path: str | Path, prompts: Sequence[str | list[int]] | None = None, *, layer_costs: bool = False
+) -> Path:
     """Write the calibration file of a `vllm.LLM`'s model; takes seconds.
-
-    It also says what few bits cost in every layer, for "auto" presets, where one engine can measure that.
 
     prompts: texts or token ids like those that the model will see, and as long: what is measured holds for the
     positions that they reach.  Default: a text of several kinds in the package, at positions all over the context.
+    layer_costs: measure what few bits cost in every layer, too, as "auto" presets need; two model runs a layer, and none
+    where one engine cannot measure that.
     """
     check_prompts(prompts)
     workers = call_workers(llm, "tq_calibration_measure") if prompts is None else observe_prompts(llm, prompts)
     model = llm.llm_engine.vllm_config.model_config
     transforms, number = merge_workers(workers, model.get_total_num_kv_heads()), len(prompts or ())
     logger.info("turboquant: calibrated %d layers with %s: %s", len(transforms), number or "the package's text", path)
-    costs = call_workers(llm, "tq_calibration_damages")[0]
+    costs = call_workers(llm, "tq_calibration_damages")[0] if layer_costs else None
     return save_transforms(path, transforms, costs, model=model.model, prompts=number)
 
 
@@ -166,6 +168,9 @@ def merge_workers(workers: Sequence[Figures], total_heads: int) -> dict[str, Lay
     for name, ranks in parts.items():
         # More ranks than KV heads: neighbours hold the same head.
         ranks = ranks[:: max(1, len(ranks) * len(ranks[0]["center"]) // total_heads)]
-        sides = {side: torch.tensor([head for rank in ranks for head in rank[side]]) for side in ranks[0]}
+        known = [
+            side for side in ranks[0] if all(side in rank for rank in ranks)
+        ]  # centres may turn on some ranks only
+        sides = {side: torch.tensor([head for rank in ranks for head in rank[side]]) for side in known}
         merged[name] = LayerTransforms.of_tensors(sides)
     return merged

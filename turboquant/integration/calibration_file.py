@@ -51,7 +51,7 @@ def load_damages(path: str | Path) -> dict[str, dict[str, float]]:
     if not found:
         raise ValueError(
             f"calibration={str(path)!r} does not say what few bits cost, as 'auto' presets need; write it again with "
-            "turboquant.calibrate on an engine without data or pipeline parallelism"
+            "turboquant.calibrate(..., layer_costs=True) on an engine without data or pipeline parallelism"
         )
     for name, x in found.items():
         if x.shape != (len(SIDES),) or not x.dtype.is_floating_point or not x.isfinite().all():

@@ -11,6 +11,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from turboquant.config import PRESETS
 from turboquant.integration import compat
 from turboquant.integration.ab import FIRST_SCORED, Engine, compare, first_tokens, score, text_windows
 from turboquant.integration.attach import attach
@@ -151,12 +152,13 @@ def windows_of(llm: Any, text: str | None, context: int) -> list[list[int]]:
     return text_windows(llm, context) if text is None else [first_tokens(llm, text, context)]
 
 
-def calibrated(llm: Any, path: Path, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def calibrated(llm: Any, path: Path, options: dict[str, Any], layer_costs: bool) -> tuple[dict[str, Any], str]:
     """The options with a calibration file, unless they say what to do, and what is to be said of it."""
     if options.get("calibration"):
         return options, options["calibration"]
     try:
-        return options | {"calibration": str(calibrate(llm, path))}, "the package's text"
+        file = calibrate(llm, path, layer_costs=layer_costs)
+        return options | {"calibration": str(file)}, "the package's text"
     except ValueError as error:
         return options, f"none, as {error}"
 
@@ -197,7 +199,8 @@ def measured(
     score(llm, windows)
     llm.collective_rpc("tqab_keep_reference")
     progress("calibrating")
-    options, said = calibrated(llm, folder / "calibration.safetensors", options)
+    automatic = any(preset not in PRESETS for preset in presets)
+    options, said = calibrated(llm, folder / "calibration.safetensors", options, layer_costs=automatic)
     bench, trials = Bench(llm, windows, options), []
     for preset in presets:
         progress(f"trying {preset}")

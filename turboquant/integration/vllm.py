@@ -541,7 +541,7 @@ def allocated(config: TurboQuantConfig, runner: Any, names: list[str]) -> TurboQ
     if not config.calibration_file:
         raise ValueError(
             f"the hooks take the bits of preset {config.name!r} from a calibration file: write one with "
-            "turboquant.calibrate, and name it as calibration"
+            "turboquant.calibrate(..., layer_costs=True), and name it as calibration"
         )
     layers, damages = compat.all_layers(runner), sensitivity.load(config.calibration_file, names)
     found = [

@@ -1,19 +1,17 @@
 """`turboquant verify`: what compression does to the answers of one model, and what to choose for it."""
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from turboquant.cli.arguments import COUNT, SHARE, Json, Options, parse_count, parse_options, parse_share
 from turboquant.cli.output import FAILED, print_json, print_table, quiet_vllm, refusing
 from turboquant.config import TurboQuantConfig
+from turboquant.progress import progress_bar
 
 if TYPE_CHECKING:
     from turboquant.integration.verify import Limits, Report, Trial
@@ -94,15 +92,6 @@ def measure(
             return run(model, presets, Limits(*limits), text, context, options, progress)
         except HookError as error:
             raise ValueError(str(error)) from None
-
-
-@contextmanager
-def progress_bar(steps: int) -> Iterator[Any]:
-    """A function that is told what is done next; the bar is on stderr and goes away."""
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, done = bar.add_task("", total=steps), iter(range(steps + 1))
-        yield lambda what: bar.update(task, description=what, completed=next(done))
 
 
 # ---- output ----------------------------------------------------------------------------------------------------

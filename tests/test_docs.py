@@ -29,7 +29,7 @@ PAGES = [*DOCS, ROOT / "README.md", ROOT / "examples/README.md", ROOT / "tests/c
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PROGRAMS = "python3?|pip|vllm|curl|docker|ruff|lm_eval|chromium"
-COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:turboquant (?!\w+:)|(?:{PROGRAMS}) )")
+COMMAND = re.compile(rf"(?:[A-Z_]+=(?:'[^']*'|\S+) )*(?:turboquant (?!\w+:)|(?:{PROGRAMS}) )")
 OTHER_LINES = re.compile(r"grep |mypy$|\. \.venv/bin/activate$")  # of blocks: nothing in them could be wrong
 names = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 sys.path.insert(0, str(ROOT / "docs"))

@@ -217,7 +217,7 @@ def check_command(text):
         assert rest[0] == "serve" and set(options_of(rest)) <= vllms_options()
     elif program == "pip":
         extras = {extra for word in rest for found in re.findall(r"\[(.*?)\]", word) for extra in found.split(",")}
-        assert all(f'"{extra}": [' in (ROOT / "setup.py").read_text() for extra in extras)
+        assert all(f'"{extra}":' in (ROOT / "setup.py").read_text() for extra in extras)
 
 
 COMMANDS = [(page, command) for page in PAGES for command in dict.fromkeys(commands_of(page))]

@@ -127,7 +127,7 @@ def name_of(trial: "Trial") -> str:
 def preset_row(trial: "Trial", limits: "Limits") -> tuple[str, ...]:
     return (
         name_of(trial), f"{trial.bytes_per_token:,.0f}", f"{trial.smaller:.2f}x",
-        f"{trial.mean_kld:.4f} ± {trial.se_kld:.4f}", f"{trial.p99_kld:.4f}", f"{100 * trial.top1:.1f} %",
+        f"{trial.mean_kld:.4f} ± {trial.se_kld:.4f}", f"{trial.p99_kld:.4f}", f"{100 * trial.top1:.2f} %",
         "yes" if limits.hold(trial) else "no",
     )  # fmt: skip
 

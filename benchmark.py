@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,15 @@ import torch
 
 from turboquant.batch import AttentionBatch
 from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan
-from turboquant.codec import KVCodec
+from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import PRESETS, TurboQuantConfig
 from turboquant.demo import smollm2
-from turboquant.integration import quality as forcing
+from turboquant.integration import quality_report
 from turboquant.integration.compat import dense_attention
 from turboquant.integration.engine_benchmark import Case, Geometry, Load, versions
+from turboquant.integration.quality import check_contender
 from turboquant.kernels import choose_kernels
+from turboquant.rotary import Rotary
 from turboquant.score import HybridScorer, QueryGroup
 
 SHAPES = "1x4096,1x32768,1x131072,8x8192,16x32768,32x16384,64x4096,256x2048"
@@ -257,18 +258,27 @@ class Stock:
         return Row(self.name, self.preset, **asdict(shape), us=micros, gb_per_s=read / micros / 1e3, rel_err=math.nan)
 
 
+def layer_codec(preset: str, hkv: int, d: int, context: int, turns: bool = True) -> KVCodec:
+    """The codec of a calibrated layer whose centres turn as Llama's keys do, or are the same for all positions."""
+    angles = torch.arange(context, device="cuda")[:, None] * 5e5 ** -(torch.arange(0, d, 2, device="cuda") / d)
+    rotary = Rotary.of_cache(torch.cat((angles.cos(), angles.sin()), 1), d, False, context) if turns else None
+    transform = KeyTransform(torch.randn(hkv, d, device="cuda"), torch.ones(hkv, d, device="cuda"), rotary)
+    return KVCodec.build(TurboQuantConfig.from_options(preset), 0, hkv, d, transform, "cuda")
+
+
 @dataclass(frozen=True)
 class Ours:
     """A preset of turboquant on pages of random codes, the last WINDOW tokens exact."""
 
     preset: str
+    turns: bool = True
 
     @property
     def name(self) -> str:
         return self.preset
 
     def row(self, shape: Shape) -> Row:
-        codec = KVCodec.build(TurboQuantConfig.from_options(self.preset), 0, shape.hkv, shape.d, None, "cuda")
+        codec = layer_codec(self.preset, shape.hkv, shape.d, shape.length, self.turns)
         layer, plan, engine = self._cache(shape, codec)
         query = shape.query()
         out = torch.empty_like(query)
@@ -361,7 +371,7 @@ class Chunk:
                 "rel_err": gate(self.preset, self._error(layer, plan, query, own, out), MAX_ERROR)}  # fmt: skip
 
     def _engine(self) -> tuple[LayerCache, KVCaptureEngine]:
-        codec = KVCodec.build(TurboQuantConfig.from_options(self.preset), 0, self.hkv, self.d, None, "cuda")
+        codec = layer_codec(self.preset, self.hkv, self.d, self.cached + self.rows)
         blocks = -(-(self.cached + self.rows) // BLOCK)
         engine = KVCaptureEngine(blocks, BLOCK, WINDOW, WINDOW // BLOCK + 2, "cuda")
         return engine.add_layer("layer", codec, self.hkv, torch.bfloat16), engine
@@ -519,99 +529,27 @@ def quality(arguments: argparse.Namespace) -> None:
 
     models, names = arguments.models or [str(smollm2())], arguments.contenders.split(",")
     for name in names:
-        forcing.check_contender(name)
+        check_contender(name)
+    plan = quality_report.Plan(
+        names, arguments.contexts, arguments.texts, arguments.forced, arguments.generate, arguments.questions,
+        [file.read_text(encoding="utf-8") for file in arguments.text], arguments.dtype, json.loads(arguments.options),
+        json.loads(arguments.engine), arguments.jobs,
+    )  # fmt: skip
     report: dict[str, Any] = {"command": own_command(), **versions(), "rows": [], "failed": []}
     with tempfile.TemporaryDirectory() as folder, tqdm(total=len(models) * (len(names) + 1)) as bar:
         for model in models:
             bar.set_description(Path(model).name)
-            for kind, row in measure_quality(arguments, Path(folder), model, names, bar):
+            for kind, row in quality_report.measure(plan, Path(folder), model, bar.update):
                 report[kind].append(row)
                 write_report(arguments.json, report)
     for row in report["rows"]:
         print(f"{row['model']:24} {row['context']:6} {row['contender']:24} {row['bits_with_window']:5.2f} bits", end="")
         print(f", KLD {row['mean_kld']:.5f} (99 %: {row['p99_kld']:.4f}), top-1 {row['top1']:.1%}", end="")
-        print(f", perplexity x {row['ppl_ratio']:.4f}")
+        print(f", perplexity x {row['ppl_ratio']:.4f}{quality_report.answers(row)}")
     for failed in report["failed"]:
         print(failed)
     if arguments.plot:
-        plot_quality(report, arguments.plot)
-
-
-def measure_quality(
-    arguments: argparse.Namespace, folder: Path, model: str, names: list[str], bar: Any
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("rows" or "failed", row) of one model: texts of all contexts run in the same engine."""
-    from transformers import AutoTokenizer
-
-    texts = forcing.texts(AutoTokenizer.from_pretrained(model), arguments.contexts, arguments.texts)
-    cases = [
-        forcing.Case(name, model, texts, arguments.forced, str(folder / f"{number}.pt"), arguments.dtype,
-                     json.loads(arguments.options), json.loads(arguments.engine))
-        for number, name in enumerate([forcing.REFERENCE, *names])
-    ]  # fmt: skip
-    forced, itemsize = cases[0].forced_tokens(), getattr(torch, arguments.dtype).itemsize
-
-    def run(case: forcing.Case) -> dict[str, Any]:
-        found = run_quality(case)
-        bar.update()
-        return found
-
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        found = pool.map(run, cases)
-        reference = next(found)
-        if "failed" in reference:
-            raise SystemExit(f"the native cache of {model} failed: {reference['failed']}")
-        expected, plain = torch.load(cases[0].output, mmap=True), reference["bytes_per_token"] * 2 / itemsize
-        for case, stats in zip(cases[1:], found, strict=True):
-            head = {
-                "model": Path(model).name,
-                "dtype": case.dtype,
-                "contender": case.contender,
-                "options": case.options,
-            }
-            if "failed" in stats:
-                yield "failed", head | stats
-                continue
-            recorded, rows = torch.load(case.output, mmap=True), arguments.forced * arguments.texts
-            for number, context in enumerate(arguments.contexts):
-                part = slice(number * rows, (number + 1) * rows)
-                distance = forcing.compare(expected[part], recorded[part], forced[part])
-                yield "rows", head | {"context": context} | forcing.size(stats, plain, context) | distance
-            Path(case.output).unlink()
-
-
-def run_quality(case: forcing.Case) -> dict[str, Any]:
-    """Run a case in a process of its own; its statistics, or {"failed": last lines of the log}."""
-    file = Path(case.output + ".case")
-    forcing.save_case(case, file)
-    done = subprocess.run(
-        [sys.executable, "-m", forcing.__name__, str(file)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        return {"failed": done.stderr.strip().splitlines()[-3:]}
-    stats: dict[str, Any] = json.loads(Path(case.output + ".json").read_text())
-    return stats
-
-
-def plot_quality(report: dict[str, Any], path: Path) -> None:
-    """KL divergence against bits per element, exact window included: one panel a model and context."""
-    from matplotlib.figure import Figure
-
-    panels = sorted({(row["model"], row["context"]) for row in report["rows"]})
-    colors = {name: f"C{i % 10}" for i, name in enumerate(sorted({row["contender"] for row in report["rows"]}))}
-    figure = Figure(figsize=(4 * len(panels), 4), layout="constrained")
-    plots = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axes, panel in zip(plots, panels, strict=True):
-        for row in report["rows"]:
-            if (row["model"], row["context"]) == panel:
-                place = row["bits_with_window"], row["mean_kld"]
-                axes.plot(*place, "o", color=colors[row["contender"]])
-                axes.annotate(row["contender"], place, (0, 7), textcoords="offset points", ha="center")
-        axes.set(title=f"{panel[0]}, {panel[1]} tokens", xlabel="bits per number, exact tokens counted", yscale="log")
-        axes.margins(0.2)
-        axes.grid(visible=True, alpha=0.3)
-    plots[0].set_ylabel("mean KL divergence from the native cache")
-    figure.savefig(path, dpi=120)
+        quality_report.plot(report, arguments.plot)
 
 
 def write_report(path: Path | None, report: dict[str, Any]) -> None:
@@ -650,7 +588,7 @@ def contenders(arguments: argparse.Namespace, shape: Shape) -> Iterator[Any]:
         yield from (Native(fp8=False), Native(fp8=True))
     if arguments.stock and shape.q_rows == 1:
         yield Stock()
-    yield from (Ours(preset) for preset in arguments.presets.split(","))
+    yield from (Ours(preset, not arguments.constant_centers) for preset in arguments.presets.split(","))
 
 
 def measure(contender: Any, shape: Shape) -> Row | None:
@@ -702,6 +640,7 @@ def main() -> None:
     part.add_argument("--presets", default=DECODE_PRESETS)
     part.add_argument("--q-rows", nargs="+", type=int, default=[1, 4], help="new tokens of a request")
     part.add_argument("--no-rivals", action="store_true", help="leave FlashAttention-3 out")
+    part.add_argument("--constant-centers", action="store_true", help="key centres that do not turn with the position")
     part.add_argument("--stock", action="store_true", help="measure vLLM's own TurboQuant too (slow)")
     part.add_argument("--json", type=Path)
     part = commands.add_parser("prefill", help="encoding and prompt chunks of one layer, on a CUDA device")
@@ -734,6 +673,11 @@ def main() -> None:
     part.add_argument("--contexts", nargs="+", type=int, default=[1024, 4096])
     part.add_argument("--texts", type=int, default=4)
     part.add_argument("--forced", type=int, default=192, help="last tokens of a text, which are forced one by one")
+    part.add_argument(
+        "--text", nargs="+", type=Path, default=[], metavar="FILE", help="instead of Python's docs and code"
+    )
+    part.add_argument("--generate", type=int, default=0, metavar="N", help="tokens that texts are continued by, freely")
+    part.add_argument("--questions", type=int, default=0, metavar="N", help="of each kind on facts hidden in a text")
     part.add_argument("--options", default="{}", help="of turboquant, JSON")
     part.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, JSON")
     part.add_argument("--json", type=Path)

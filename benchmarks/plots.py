@@ -9,7 +9,8 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from tables import QUALITY, results  # noqa: E402
 
-from benchmark import plot_engines, plot_quality  # noqa: E402
+from benchmark import plot_engines  # noqa: E402
+from turboquant.integration import quality_report  # noqa: E402
 
 
 def all_quality() -> dict[str, Any]:
@@ -17,7 +18,7 @@ def all_quality() -> dict[str, Any]:
 
 
 PLOTS: dict[str, tuple[Callable[[dict[str, Any], Path], None], Callable[[], dict[str, Any]]]] = {
-    "quality.png": (plot_quality, all_quality),
+    "quality.png": (quality_report.plot, all_quality),
     "engine.png": (plot_engines, lambda: results("h200-engine")),
 }
 

@@ -65,13 +65,23 @@ class PeekExtension:
             seen[group.in_native.data_ptr()] = group.in_native.nbytes
         return sum(seen.values())
 
-    def tqtest_transforms(self) -> dict[str, tuple[list[list[float]], list[list[float]]]]:
-        """Centre and gain of the compressed layers of the native route."""
+    def tqtest_device_bytes(self) -> int:
+        """What torch has taken of a CUDA device."""
+        import torch
+
+        return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+
+    def tqtest_transforms(self) -> dict[str, tuple[bool, list[list[float]], list[list[float]]]]:
+        """Of the compressed layers of the native route: whether the centre turns, centre, gain."""
         from turboquant.integration import backend
 
         layers = backend.compressed_layers(self.model_runner.vllm_config)
         found = {name: layer.impl.transform for name, layer in layers.items()}
-        return {name: (x.center.tolist(), x.gain.tolist()) for name, x in found.items() if x is not None}
+        return {
+            name: (x.rotary is not None, x.center.tolist(), x.gain.tolist())
+            for name, x in found.items()
+            if x is not None
+        }
 
 
 def start(model: str, **options: Any) -> Any:

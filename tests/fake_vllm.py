@@ -97,6 +97,7 @@ class FakeRunner:
             parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
             cache_config=SimpleNamespace(enable_prefix_caching=True),
+            model_config=SimpleNamespace(max_model_len=num_blocks * block_size),
             kv_transfer_config=None,
             speculative_config=None,
         )
@@ -113,6 +114,9 @@ class FakeRunner:
     @property
     def layers(self):
         return self.vllm_config.compilation_config.static_forward_context
+
+    def get_model(self):
+        return torch.nn.Module()
 
 
 class FakeEngine:

@@ -11,6 +11,7 @@ from hypothesis import settings
 from turboquant.batch import AttentionBatch
 from turboquant.codec import KVCodec
 from turboquant.config import TurboQuantConfig
+from turboquant.rotary import Rotary
 
 torch.set_num_threads(1)
 
@@ -32,6 +33,17 @@ def normal(*shape, seed):
 def build_codec(num_kv_heads, head_dim, **options):
     """A codec; do not modify it, all tests share it."""
     return KVCodec.build(TurboQuantConfig(**options), 0, num_kv_heads, head_dim)
+
+
+def make_rotary(dim, context=256, *, base=300.0, fastest=0.25, size=None, interleaved=False, device="cpu"):
+    """A rotary embedding of `size` coordinates (all by default) of which some turn within a short context.
+
+    fastest: radians a position of the first pair.
+    """
+    size = size or dim
+    angles = torch.arange(context)[:, None] * base ** -(torch.arange(0, size, 2) / size) * fastest
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    return Rotary.of_cache(table.to(device), dim, interleaved, context)
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------

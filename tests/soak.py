@@ -1,6 +1,7 @@
 """Random serving traffic on one engine of the native route, with checks that need time: leaks, drift, cross-talk.
 
     python tests/soak.py --minutes 30 --json benchmarks/results/soak-cpu.json
+    python tests/soak.py --minutes 5 --place gpu --model DIR --json benchmarks/results/soak-gpu.json
 
 Every prompt repeats a word of its own after a beginning that it shares with others; its answer alone is the reference.
 Then requests come and go at random in a pool that is too small for them: chunks, prefix hits, preemptions and aborts.
@@ -20,16 +21,39 @@ from typing import Any
 
 from engine_helpers import alone, divergences, engine, greedy, preemptions, prefix_hits, prompts
 
+from turboquant.integration import compat
+
 WORDS = (
     "zebra", "copper", "violin", "harbor", "pepper", "rocket", "blanket", "garden", "lemon", "marble", "pencil",
     "tiger", "candle", "ladder", "button", "helmet",
 )  # fmt: skip
-LENGTHS = (93, 94, 95, 125, 126, 127, 157, 190)  # most grow into another block of 32 within three tokens
 SHARED = 32  # tokens that all prompts start with
-TOKENS = 14
 MEAN_KLD, WORST_DRIFT = 0.01, 0.005  # nats
 LEAK = 64 << 20  # bytes that the processes may grow after the first third
 LIMITS = {"max_model_len": 320, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 14}
+GPU_LIMITS = {
+    "max_model_len": 2048, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 320, "max_num_seqs": 32,
+    "dtype": "bfloat16", "enforce_eager": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the engine runs: its limits, and requests that overflow its pool.
+
+    lengths: of prompts, most of which soon grow into another block of 32; tokens: of a whole answer; most: requests.
+    """
+
+    limits: dict[str, Any]
+    lengths: tuple[int, ...]
+    tokens: int
+    most: int
+
+
+PLACES = {
+    "cpu": Place(LIMITS, (93, 94, 95, 125, 126, 127, 157, 190), 14, 16),
+    "gpu": Place(GPU_LIMITS, (733, 734, 735, 1021, 1022, 1023, 1277, 1502), 40, 64),
+}
 
 
 @dataclass
@@ -59,37 +83,40 @@ class Soak:
         }  # fmt: skip
 
 
-def resident_bytes() -> int:
-    """Of this process and those that it started."""
+def held_bytes(llm: Any) -> int:
+    """Of this process and those that it started, on the host and on devices."""
     import psutil
 
     own = psutil.Process()
-    return sum(process.memory_info().rss for process in [own, *own.children(recursive=True)])
+    resident = sum(process.memory_info().rss for process in [own, *own.children(recursive=True)])
+    return resident + sum(llm.collective_rpc("tqtest_device_bytes"))
 
 
-def word_prompts(llm: Any, words: Sequence[str]) -> list[dict[str, list[int]]]:
+def word_prompts(llm: Any, words: Sequence[str], lengths: Sequence[int]) -> list[dict[str, list[int]]]:
     """A prompt of each word, of several lengths."""
     encode, beginning = llm.get_tokenizer().encode, prompts(llm, [SHARED])[0]["prompt_token_ids"]
-    texts = [encode(f"My {word} is old. I like my {word}. " * 30) for word in words]
+    texts = [encode(f"My {word} is old. I like my {word}. " * (max(lengths) // 6)) for word in words]
     return [
-        {"prompt_token_ids": beginning + text[: LENGTHS[i % len(LENGTHS)] - SHARED]} for i, text in enumerate(texts)
+        {"prompt_token_ids": beginning + text[: lengths[i % len(lengths)] - SHARED]} for i, text in enumerate(texts)
     ]
 
 
 class Traffic:
     """Sends the prompts at random and compares what comes back with the references."""
 
-    def __init__(self, llm: Any, words: Sequence[str], seed: int):
-        self.engine, self.words, self.rng = llm.llm_engine, words, random.Random(seed)
-        self.prompts = word_prompts(llm, words)
-        self.references = alone(llm, self.prompts, TOKENS, logprobs=64)
+    def __init__(self, llm: Any, words: Sequence[str], seed: int, place: Place):
+        self.llm, self.engine, self.place = llm, llm.llm_engine, place
+        self.words, self.rng = words, random.Random(seed)
+        self.prompts = word_prompts(llm, words, place.lengths)
+        self.references = alone(llm, self.prompts, place.tokens, logprobs=64)
         self.ids = [set(llm.get_tokenizer().encode(" " + word)) for word in words]
         self.running: dict[str, int] = {}
         self.found, self.sent = Soak(), 0
 
     def send(self) -> None:
         number, name = self.rng.randrange(len(self.words)), f"soak-{self.sent}"
-        self.engine.add_request(name, dict(self.prompts[number]), greedy(self.rng.choice((3, TOKENS, TOKENS)), 64))
+        tokens = self.rng.choice((3, self.place.tokens, self.place.tokens))
+        self.engine.add_request(name, dict(self.prompts[number]), greedy(tokens, 64))
         self.running[name], self.sent = number, self.sent + 1
 
     def abort(self) -> None:
@@ -121,14 +148,14 @@ class Traffic:
     def run(self, seconds: float) -> Soak:
         start = time.monotonic()
         while (now := time.monotonic() - start) < seconds or self.running:
-            if now < seconds and len(self.running) < 16 and self.rng.random() < 0.8:
+            if now < seconds and len(self.running) < self.place.most and self.rng.random() < 0.8:
                 self.send()
             if self.running and self.rng.random() < 0.01:
                 self.abort()
             if self.running:  # without requests, a step would wait for ever
                 self.receive(now)
             if not self.found.memory or now - self.found.memory[-1][0] > seconds / 60:
-                self.found.memory.append((now, resident_bytes()))
+                self.found.memory.append((now, held_bytes(self.llm)))
         return self.found
 
 
@@ -137,9 +164,11 @@ def cache_in_use(llm: Any) -> float:
     return float(next(m.value for m in llm.get_metrics() if m.name == "vllm:kv_cache_usage_perc"))
 
 
-def soak(llm: Any, seconds: float, words: Sequence[str] = WORDS, seed: int = 0) -> dict[str, Any]:
-    """Run traffic on an engine with LIMITS; figures, and the names of the checks that do not hold."""
-    traffic = Traffic(llm, words, seed)
+def soak(
+    llm: Any, seconds: float, words: Sequence[str] = WORDS, seed: int = 0, place: Place = PLACES["cpu"]
+) -> dict[str, Any]:
+    """Run traffic on an engine with the limits of a place; figures, and the names of the checks that do not hold."""
+    traffic = Traffic(llm, words, seed, place)
     before, hits = preemptions(llm), prefix_hits(llm)
     found = traffic.run(seconds).figures() | {"seconds": seconds, "seed": seed}
     found |= {"preemptions": preemptions(llm) - before, "prefix_hit_tokens": prefix_hits(llm) - hits}
@@ -161,12 +190,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--preset", default="k4v4")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--place", choices=sorted(PLACES), default="cpu")
+    parser.add_argument("--model", help="folder; the demo model unless given, which needs a package index once")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    with engine(arguments.preset, {"ring_share": 1.0}, **LIMITS) as llm:
-        found = soak(llm, arguments.minutes * 60, seed=arguments.seed)
+    place = PLACES[arguments.place]
+    with engine(arguments.preset, {"ring_share": 1.0}, model=arguments.model, **place.limits) as llm:
+        found = soak(llm, arguments.minutes * 60, seed=arguments.seed, place=place)
     command = shlex.join(["python", "tests/soak.py", *sys.argv[1:]])
-    text = json.dumps({"command": command, "preset": arguments.preset, "cores": os.cpu_count()} | found, indent=1)
+    about = {"command": command, "preset": arguments.preset, "vllm": compat.vllm_version(), "cores": os.cpu_count()}
+    text = json.dumps(about | found, indent=1)
     sys.stdout.write(text + "\n")
     if arguments.json:
         arguments.json.write_text(text + "\n")

@@ -1,14 +1,16 @@
 """Key transforms from moments, the file that keeps them, and their part in the codec's error."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import normal
+from fake_vllm import FakeLayer, causal_attention
+from helpers import make_rotary, normal
 
 from turboquant import TurboQuantConfig
-from turboquant.calibration import MAX_GAIN, TEXT, Moments, balanced_gain, of_layer
+from turboquant.calibration import MAX_GAIN, PARTS, SINKS, TEXT, LayerTransforms, Moments, balanced_gain, of_layer
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.integration.calibration_file import load_transforms, save_transforms
 
@@ -23,11 +25,19 @@ def make_rows(seed, tokens=600):
     return keys, query
 
 
-def moments_of(keys, query, parts=1):
-    moments = Moments.empty(HEADS, DIM)
-    for k, q in zip(keys.chunk(parts), query.chunk(parts), strict=True):
-        moments.add(k, q)
+def moments_of(keys, query, parts=1, rotary=None):
+    moments = Moments.empty(HEADS, DIM, rotary)
+    rows = (keys, query, torch.arange(len(keys)))
+    for part in zip(*(x.chunk(parts) for x in rows), strict=True):
+        moments.add(*part)
     return moments
+
+
+def turning_rows(seed, rotary, tokens=600):
+    """Rows whose mean key turns with the position, and that mean."""
+    keys, query = make_rows(seed, tokens)
+    center = normal(HEADS, DIM, seed=98) * 8
+    return keys - normal(HEADS, DIM, seed=99) * 8 + rotary.turn(center, torch.arange(tokens)), query, center
 
 
 def test_moments_do_not_depend_on_the_parts():
@@ -79,16 +89,78 @@ def test_logits_get_better_on_rows_that_were_not_seen(bits):
     assert errors[2] < 0.7 * errors[1] < 0.7 * errors[0]
 
 
+def test_a_center_that_turns_is_found():
+    """By a least-squares fit, whose error is that of the noise's mean; a constant centre leaves the energy in."""
+    rotary = make_rotary(DIM, 600)
+    keys, query, center = turning_rows(3, rotary)
+    moments = moments_of(keys, query, rotary=rotary)
+    transform = moments.transform()
+    sizes = keys - rotary.turn(center, torch.arange(600))
+    assert ((transform.center - center).norm() / sizes.std(0).norm()) < 3 / 600**0.5
+    left = (keys - rotary.turn(transform.center, torch.arange(600))).square().mean(0)
+    gain = balanced_gain(left.double(), query.unflatten(1, (HEADS, GROUP)).square().mean((0, 2)).double()) ** 0.5
+    torch.testing.assert_close(transform.gain, gain.float(), rtol=1e-3, atol=0)
+    constant = moments_of(keys, query)
+    assert moments.error(transform) < 0.5 * constant.error(constant.transform())
+
+
+def test_error_is_the_logits_energy():
+    """Of the keys without their centres, in the gain's metric, times the queries': mean over heads."""
+    rotary = make_rotary(DIM, 600)
+    keys, query, _ = turning_rows(4, rotary)
+    transform = replace(moments_of(keys, query, rotary=rotary).transform(), rotary=rotary)
+    rows = (keys - rotary.turn(transform.center, torch.arange(600))) * transform.gain
+    seen = query.unflatten(1, (HEADS, GROUP)) / transform.gain[:, None]
+    expected = (rows.square().sum(-1).mean(0) * seen.square().sum(-1).mean((0, 2))).mean()
+    assert moments_of(keys, query, rotary=rotary).error(transform) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_a_layer_turns_where_that_is_better():
+    """Some layers have an embedding that they do not use."""
+    layer_moments = pytest.importorskip("turboquant.integration.selfcalibration").LayerMoments
+    rotary, layer = make_rotary(DIM, 600), SimpleNamespace(num_kv_heads=HEADS, head_size=DIM)
+    for rows, turns in ((turning_rows(5, rotary)[:2], True), (make_rows(5), False)):
+        moments = layer_moments(layer, rotary)
+        moments.add(*rows, torch.arange(600))
+        found = moments.transforms()
+        assert (found.turning is not None) == turns
+        assert found.best(None) is found.constant
+        assert (found.best(rotary).rotary is rotary) == turns
+    moments = layer_moments(layer, None)
+    moments.add(*make_rows(5), torch.arange(600))
+    assert moments.transforms().turning is None
+
+
+@pytest.mark.parametrize("tokens", [1, SINKS, SINKS + 3])
+def test_short_pieces_are_computed_and_their_sinks_left_out(tokens):
+    """The last piece of a text may be shorter than the sinks."""
+    plain = pytest.importorskip("turboquant.integration.selfcalibration").PlainAttention
+    layer = FakeLayer(HEADS * GROUP, HEADS, DIM)
+    attention = plain(layer, None, make_rotary(DIM, 600))
+    query, key, value = (normal(tokens, heads, DIM, seed=heads) for heads in (HEADS * GROUP, HEADS, HEADS))
+    output = torch.empty_like(query)
+    layer.impl.forward(layer, query, key, value, None, None, output)
+    torch.testing.assert_close(output, causal_attention(query, key, value, DIM**-0.5), rtol=1e-4, atol=1e-5)
+    assert [moments.tokens for moments in attention.moments.kinds] == [max(0, tokens - SINKS)] * 2
+    attention.remove()
+    assert "forward" not in vars(layer.impl)
+
+
 def test_nothing_seen_is_refused():
     with pytest.raises(ValueError, match="no tokens were seen"):
         Moments.empty(HEADS, DIM).transform()
 
 
 # ---- the file --------------------------------------------------------------------------------------------------
+def layer_transforms(seed, turning):
+    transform = moments_of(*make_rows(seed)).transform()
+    return LayerTransforms(transform, KeyTransform(transform.center / 2, transform.gain * 2) if turning else None)
+
+
 @pytest.fixture
 def saved(tmp_path):
     pytest.importorskip("safetensors")
-    transforms = {f"model.layers.{i}.attn": moments_of(*make_rows(i)).transform() for i in range(2)}
+    transforms = {f"model.layers.{i}.attn": layer_transforms(i, turning=i == 1) for i in range(2)}
     return save_transforms(tmp_path / "c.safetensors", transforms, model="M"), transforms
 
 
@@ -96,8 +168,17 @@ def test_file_keeps_everything(saved):
     path, transforms = saved
     loaded = load_transforms(path)
     assert list(loaded) == list(transforms)
-    for name, transform in transforms.items():
-        assert torch.equal(loaded[name].center, transform.center) and torch.equal(loaded[name].gain, transform.gain)
+    for name, wanted in transforms.items():
+        found, wanted = loaded[name].tensors(), wanted.tensors()
+        assert list(found) == list(wanted) and all(torch.equal(found[side], wanted[side]) for side in wanted)
+
+
+def test_parts_of_a_layer_are_complete():
+    parts = layer_transforms(1, turning=True).tensors()
+    assert tuple(parts) == PARTS
+    for missing in PARTS:
+        with pytest.raises(ValueError, match=r"are not center, gain \(and turning_center, turning_gain\)"):
+            LayerTransforms.of_tensors({side: x for side, x in parts.items() if side != missing})
 
 
 def test_damage_is_noticed(saved):
@@ -117,16 +198,22 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="not a safetensors file"):
         load_transforms(tmp_path / "text")
     safetensors.save_file({"a": torch.zeros(2)}, str(tmp_path / "other"))
-    with pytest.raises(ValueError, match="not a calibration file of version 1"):
+    with pytest.raises(ValueError, match="not a calibration file of version 2; make it again"):
         load_transforms(tmp_path / "other")
 
 
 def test_heads_of_a_rank():
-    transforms = {"layer": KeyTransform(torch.arange(8.0)[:, None].expand(8, DIM), torch.ones(8, DIM))}
-    heads = [of_layer(transforms, "layer", (rank, 4), 2).center[:, 0].tolist() for rank in range(4)]
-    assert heads == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    heads = [of_layer(transforms, "layer", (rank, 16), 1).center[:, 0].tolist() for rank in range(16)]
-    assert heads == [[rank // 2] for rank in range(16)]
+    transform = KeyTransform(torch.arange(8.0)[:, None].expand(8, DIM), torch.ones(8, DIM))
+    turning = KeyTransform(transform.center + 10, transform.gain)
+    transforms = {"layer": LayerTransforms(transform, turning)}
+
+    def heads(rank, ranks, count):
+        found = of_layer(transforms, "layer", (rank, ranks), count)
+        assert torch.equal(found.turning.center, found.constant.center + 10)
+        return found.constant.center[:, 0].tolist()
+
+    assert [heads(rank, 4, 2) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [heads(rank, 16, 1) for rank in range(16)] == [[rank // 2] for rank in range(16)]
     with pytest.raises(ValueError, match="no layer 'other'"):
         of_layer(transforms, "other", (0, 1), 8)
     with pytest.raises(ValueError, match="8 KV heads for 'layer', this rank has 3"):
@@ -138,11 +225,11 @@ def test_workers_are_merged_to_all_heads():
     from turboquant.integration.calibrate import merge_workers
 
     def figures(*heads):
-        return {"layer": ([[float(h)] * 4 for h in heads], [[h + 1.0] * 4 for h in heads])}
+        return {"layer": {side: [[h + float(i)] * 4 for h in heads] for i, side in enumerate(PARTS, start=1)}}
 
     for workers in ([figures(0, 1, 2, 3)], [figures(0, 1), figures(2, 3)], [figures(h // 2) for h in range(8)]):
-        merged = merge_workers(workers, 4)["layer"]
-        assert merged.center[:, 0].tolist() == [0, 1, 2, 3] and merged.gain[:, 0].tolist() == [1, 2, 3, 4]
+        merged = merge_workers(workers, 4)["layer"].tensors()
+        assert [x[:, 0].tolist() for x in merged.values()] == [[i, i + 1, i + 2, i + 3] for i in range(1, 5)]
     stages = merge_workers([{"a": figures(0)["layer"]}, {"b": figures(1)["layer"]}], 1)
     assert list(stages) == ["a", "b"]
 

@@ -59,7 +59,7 @@ def store_norms_in_fp16(monkeypatch):
         return scalars.float().clamp(-limit, limit).half().contiguous().view(torch.uint8)
 
     def from_bytes(raw):
-        return raw.contiguous().view(torch.float16).float()
+        return raw.contiguous().view(torch.float16).bfloat16()
 
     monkeypatch.setattr(quantizer, "scalars_to_bytes", to_bytes)
     monkeypatch.setattr(quantizer, "bytes_to_scalars", from_bytes)

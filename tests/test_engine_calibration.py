@@ -11,10 +11,10 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
 from turboquant import attach, calibrate  # noqa: E402
-from turboquant.calibration import CHUNK, sequences, text_ids  # noqa: E402
+from turboquant.calibration import CHUNK, LayerTransforms, sequences, text_ids  # noqa: E402
 from turboquant.demo import smollm2  # noqa: E402
 from turboquant.integration import ab, backend, compat  # noqa: E402
-from turboquant.integration.calibration_file import load_transforms  # noqa: E402
+from turboquant.integration.calibration_file import load_transforms, save_transforms  # noqa: E402
 from turboquant.integration.vllm import UnsupportedEngineError  # noqa: E402
 
 OPTIONS = {"preset": "k3v4", "buffer_size": 0}
@@ -50,8 +50,10 @@ def calibrated(tmp_path_factory):
 def test_the_file_names_every_layer_and_head(calibrated):
     transforms = load_transforms(calibrated[0])
     assert len(transforms) == 30
-    assert all(t.center.shape == t.gain.shape == (3, 64) for t in transforms.values())
-    assert all(float(t.center.norm()) > 1 for t in transforms.values())
+    tensors = [x for layer in transforms.values() for x in layer.tensors().items()]
+    assert all(x.shape == (3, 64) for _, x in tensors)
+    assert all(float(x.norm()) > 1 for side, x in tensors if side.endswith("center"))
+    assert sum(layer.turning is not None for layer in transforms.values()) > 15
 
 
 def test_calibration_lowers_the_divergence(calibrated):
@@ -59,12 +61,20 @@ def test_calibration_lowers_the_divergence(calibrated):
     assert with_file < 0.85 * plain
 
 
-def test_the_native_route_takes_the_file(calibrated):
-    """Token for token what the hooks give with it."""
+def test_the_native_route_takes_the_file(calibrated, tmp_path):
+    """Centres that turn where the file has them; without them, token for token what the hooks give with it."""
     path, _, outputs, _ = calibrated
-    options = OPTIONS | {"calibration": str(path)}
-    with engine(options.pop("preset"), options, max_num_batched_tokens=ab.CHUNK_TOKENS) as llm:
-        found = alone(llm, prompts(llm, LENGTHS), 8)
+    expected = load_transforms(path)
+    constant = tmp_path / "constant.safetensors"
+    save_transforms(constant, {name: LayerTransforms(layer.constant) for name, layer in expected.items()})
+    for file, turns in ((path, True), (constant, False)):
+        options = OPTIONS | {"calibration": str(file)}
+        with engine(options.pop("preset"), options, max_num_batched_tokens=ab.CHUNK_TOKENS) as llm:
+            used = llm.collective_rpc("tqtest_transforms")[0]
+            found = alone(llm, prompts(llm, LENGTHS), 8)
+        assert {n: t for n, (t, *_) in used.items()} == {
+            n: turns and x.turning is not None for n, x in expected.items()
+        }
     assert [o.token_ids for o in found] == [o.token_ids for o in outputs]
 
 
@@ -75,10 +85,11 @@ def test_the_native_route_calibrates_itself(calibrated):
         found = llm.collective_rpc("tqtest_transforms")[0]
         assert llm.collective_rpc("tq_stats")[0]["calibrated_layers"] == 30
     assert found.keys() == expected.keys()
-    for name, sides in found.items():
-        for side, measured in zip(("center", "gain"), sides, strict=True):
-            wanted = getattr(expected[name], side)
-            assert (torch.tensor(measured) - wanted).norm() <= 1e-3 * wanted.norm(), (name, side)
+    for name, (turns, *sides) in found.items():
+        assert turns == (expected[name].turning is not None)
+        wanted = expected[name].turning if turns else expected[name].constant
+        for measured, side in zip(sides, (wanted.center, wanted.gain), strict=True):
+            assert (torch.tensor(measured) - side).norm() <= 1e-3 * side.norm(), name
 
 
 def test_biased_keys_that_cannot_be_calibrated_are_refused():

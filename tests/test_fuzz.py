@@ -5,22 +5,28 @@ finish, forget blocks and scribble over them, in batches of any order, with padd
 every step attention of every request equals float64 attention over its plain list of tokens, and no byte outside the
 step's slots has changed.
 
-    python tests/test_fuzz.py --schedules 3000 --seed 1 [--machine cache|modes|interpreter|device]
+    python tests/test_fuzz.py --schedules 20000 --seed 1 [--machine cache|modes|interpreter|device]
+        [--processes 16] [--json FILE]
 """
 
 import argparse
+import json
+import multiprocessing
+import shlex
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import conftest  # noqa: F401  # decides about Triton's interpreter, for the script too
 import pytest
 import torch
 from fake_vllm import FakeEngine, FakeLayer, FakeRunner
-from helpers import FLOAT32_EPS, AmpleRing, Request, Step, attention, normal, page_owners, rng
+from helpers import FLOAT32_EPS, AmpleRing, Request, Step, attention, make_rotary, normal, page_owners, rng
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -38,6 +44,7 @@ from turboquant.config import PRESETS, Mode, TurboQuantConfig
 from turboquant.integration import compat
 from turboquant.integration import vllm as hooks
 from turboquant.kernels import Kernels, choose_kernels, choose_plan
+from turboquant.rotary import SPAN
 from turboquant.score import HybridScorer, QueryGroup
 from turboquant.store import CompressedBlockStore
 
@@ -46,12 +53,16 @@ NULL_BLOCK = 0  # where vLLM points the logical blocks that have left every slid
 MOST_RUNNING, MOST_DONORS, MOST_TOKENS = 5, 4, 260
 LOOK = 3  # in about one of so many steps the cache is also read without writing
 DONE = Counter()
+WORST = Counter()
 
 
 # ---- geometry --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Geometry:
-    """capacity: ring entries, None for as many as there are blocks; flavour: what the rows look like."""
+    """capacity: ring entries, None for as many as there are blocks; flavour: what the rows look like.
+
+    center: "none", "constant", or the rotary embedding that turns it, one of ROTARIES.
+    """
 
     dim: int = 64
     heads: int = 2
@@ -66,7 +77,7 @@ class Geometry:
     dtype: torch.dtype = torch.float32
     layers: int = 1
     codec: tuple[tuple[str, object], ...] = ()
-    centred: bool = False
+    center: str = "none"
     flavour: str = "normal"
 
     @property
@@ -82,6 +93,10 @@ CODECS = [
     {"rotation": "haar", "scale_candidates": 1},
     {"initial_layers_count": 1, "key_bits": 3, "value_bits": 2},
 ]
+# Share of the coordinates that turn, base, whether pairs are neighbours; "short" ends before most sequences do.
+ROTARIES = {"turning": (1.0, 1e4, False), "neighbours": (1.0, 100.0, True), "partly": (0.5, 1e6, False),
+            "short": (1.0, 10.0, False)}  # fmt: skip
+CENTERS = ("none", "constant", *ROTARIES)
 FLAVOURS = ("normal", "biased", "giant channel", "uneven")
 
 
@@ -100,15 +115,25 @@ def geometries(**fixed):
         "dtype": st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
         "layers": st.sampled_from([1, 2]),
         "codec": st.sampled_from([tuple(options.items()) for options in CODECS]),
-        "centred": st.booleans(),
+        "center": st.sampled_from(CENTERS),
         "flavour": st.sampled_from(FLAVOURS),
     }
     return st.builds(Geometry, **{**axes, **{name: st.sampled_from(values) for name, values in fixed.items()}})
 
 
 @cache
-def codec_of(dim, heads, options, centred, index, device):
-    transform = KeyTransform(normal(heads, dim, seed=7), normal(heads, dim, seed=8).exp()) if centred else None
+def rotary(dim, center):
+    share, base, interleaved = ROTARIES[center]
+    context = 100 if center == "short" else MOST_TOKENS
+    return make_rotary(dim, context, base=base, fastest=1.0, size=int(dim * share), interleaved=interleaved)
+
+
+@cache
+def codec_of(dim, heads, options, center, index, device):
+    transform = None
+    if center != "none":
+        turns = rotary(dim, center) if center in ROTARIES else None
+        transform = KeyTransform(normal(heads, dim, seed=7), normal(heads, dim, seed=8).exp(), turns)
     return KVCodec.build(TurboQuantConfig(**dict(options)), index, heads, dim, transform, device)
 
 
@@ -124,7 +149,19 @@ class Oracle:
     @property
     def shape(self):
         g = self.geometry
-        return g.dim, g.heads, g.codec, g.centred, self.index
+        return g.dim, g.heads, g.codec, g.center, self.index
+
+    def centers(self, positions):
+        """Centres float64 [N, H_kv, d] at positions: every pair a complex number, turned by its span's rounded one."""
+        center, turning = self.codec.transform.center.double(), self.codec.rotary
+        if self.geometry.center not in ROTARIES:
+            return center.expand(len(positions), -1, -1)
+        rows = [min(position // SPAN, len(turning.cos_sin) - 1) for position in positions]
+        turns = torch.complex(*turning.cos_sin[rows].double().chunk(2, 1))
+        pairs = torch.complex(*center[:, turning.pairs].unbind(1)) * turns[:, None]
+        found = torch.empty(len(rows), *center.shape, dtype=torch.float64)
+        found[..., turning.pairs[0]], found[..., turning.pairs[1]] = pairs.real, pairs.imag
+        return found
 
     def rows(self, first, count):
         """Query, keys and values of rows first, first + 1, ..."""
@@ -140,22 +177,24 @@ class Oracle:
             keys, values = keys * sizes[0].clamp(max=4), values * sizes[1]
         return tuple(x.to(g.dtype) for x in (query, keys, values))
 
-    def decoded(self, keys, values):
+    def decoded(self, keys, values, positions):
         """What is left of keys and values [n, H_kv, d] in the original basis: float64 [n, 2, H_kv, d]."""
         codec = self.codec
-        coded_keys = codec.key.decode(codec.encode_keys(keys)).double() @ codec.key.rotation.matrix.double()
-        coded_keys = coded_keys / codec.transform.gain.double() + codec.transform.center.double()
+        coded = codec.encode_keys(keys, torch.tensor(positions))
+        coded_keys = codec.key.decode(coded).double() @ codec.key.rotation.matrix.double()
+        coded_keys = coded_keys / codec.transform.gain.double() + self.centers(positions)
         coded_values = codec.value.decode(codec.encode_values(values)).double()
         return torch.stack([coded_keys, coded_values @ codec.value.rotation.matrix.double()], 1)
 
-    def remember(self, slots, first, keys, values):
-        """Keep every row that has a slot."""
-        real = (slots >= 0).nonzero().flatten().tolist()
-        if not real:
+    def remember(self, step, keys, values):
+        """Keep every row that has a slot; these are the first of a step."""
+        positions = positions_of(step)
+        if not positions:
             return
-        exact, coded = torch.stack([keys, values], 1).double(), self.decoded(keys[real], values[real])
-        for i, row in enumerate(real):
-            self.exact[first + row], self.coded[first + row] = exact[row], coded[i]
+        exact = torch.stack([keys, values], 1).double()
+        coded = self.decoded(keys[: len(positions)], values[: len(positions)], positions)
+        for row in range(len(positions)):
+            self.exact[step.first_row + row], self.coded[step.first_row + row] = exact[row], coded[row]
 
     def check(self, query, output, tokens, history):
         """Every query row and head of one request, at positions history, history + 1, ... of `tokens`."""
@@ -168,15 +207,15 @@ class Oracle:
         )
         error = float(((output.double() - expected).norm(dim=-1) / limit).max())
         assert error <= 1, f"the error is {error:.3g} times its bound"
-        name = f"worst {g.dtype} error"
-        DONE[name] = max(DONE[name], error)
+        name = f"error of {g.dtype} over its bound"
+        WORST[name] = max(WORST[name], error)
 
     def largest_logit(self, query, keys):
         """What a float32 sum meets on the way: inner products before and after the key transform, and the centre's."""
-        center, gain = (x.double() for x in (self.codec.transform.center, self.codec.transform.gain))
+        gain, center = self.codec.transform.gain.double(), self.codec.transform.center.double()
         heads = query.double().unflatten(1, (len(gain), -1))
         plain = largest(heads) * (largest(keys) + largest(center))
-        transformed = largest(heads / gain[:, None]) * largest((keys - center) * gain)
+        transformed = largest(heads / gain[:, None]) * largest((keys - self.centers(range(len(keys)))) * gain)
         return self.geometry.scale * max(plain, transformed)
 
     def limit(self, logit):
@@ -191,6 +230,11 @@ class Oracle:
 
 def largest(rows):
     return float(rows.norm(dim=-1).max())
+
+
+def positions_of(step):
+    """Positions of a step's rows in their sequences, without padding."""
+    return [position for _, history, new in step.parts for position in range(history, history + new)]
 
 
 def check_bytes(store, before, slots, owners):
@@ -247,7 +291,9 @@ class Layer:
         if not tokens:
             return
         slots = [request.blocks[p // size] * size + p % size for p in tokens]
-        found = self.cache.store.read_slots(torch.tensor(slots, device=self.backend.device))
+        found = self.cache.store.read_slots(
+            *(torch.tensor(x, device=self.backend.device) for x in (slots, list(tokens)))
+        )
         wanted = torch.stack([self.oracle.coded[row] for row in tokens.values()], 1)
         transform = self.oracle.codec.transform
         units = 16 * FLOAT32_EPS * float(transform.gain.max() / transform.gain.min())
@@ -297,7 +343,7 @@ class System:
             self.model.write(step)
         for layer in self.layers:
             query, keys, values = layer.oracle.rows(step.first_row, len(step.slots) + surplus)
-            layer.oracle.remember(step.slots, step.first_row, keys, values)
+            layer.oracle.remember(step, keys, values)
             before = layer.cache.store.pages.clone()
             own = (keys.to(self.backend.device), values.to(self.backend.device))
             self.engine.ingest(layer.cache, *own, slots)
@@ -625,7 +671,7 @@ class ModesMachine(RuleBasedStateMachine):
 
     shapes = geometries(
         dim=[16, 64, 80], num_blocks=[16], block_size=[16], capacity=[None], softcap=[0.0], dtype=[torch.float32],
-        sliding=[0], centred=[False], flavour=["normal", "giant channel"],
+        sliding=[0], center=["none"], flavour=["normal", "giant channel"],
     )  # fmt: skip
     serving = handle = None
 
@@ -697,7 +743,7 @@ class ModesMachine(RuleBasedStateMachine):
         if policy.compressed_write:
             exact = self.ring.plan(step)
             self.ring.write(step)
-        self.write(step.slots.tolist(), policy, *rows[1:])
+        self.write(step, policy, *rows[1:])
         before = [hook.cache.store.pages.clone() for hook in self.handle.values()]
         starts = step.batch.query_start.tolist()
         requests = [
@@ -714,11 +760,11 @@ class ModesMachine(RuleBasedStateMachine):
         self.serving.rows += len(step.slots)
         self.serving.commit(step, accepted)
 
-    def write(self, slots, policy, keys, values):
+    def write(self, step, policy, keys, values):
         """What the mode writes, in every layer the same rows."""
         rows = torch.stack([keys, values], 1).double()
-        coded = [oracle.decoded(keys, values) for oracle in self.oracles]
-        for i, slot in enumerate(slots):
+        coded = [oracle.decoded(keys, values, positions_of(step)) for oracle in self.oracles]
+        for i, slot in enumerate(step.slots.tolist()):
             self.exact_rows[slot] = rows[i]
             if policy.native_write:
                 self.native[slot] = rows[i].expand(len(self.oracles), -1, -1, -1)
@@ -751,7 +797,8 @@ class ModesMachine(RuleBasedStateMachine):
         if not self.native:
             return
         tokens = torch.stack(list(self.native.values())).float()
-        coded = torch.stack([o.decoded(*tokens[:, i].unbind(1)) for i, o in enumerate(self.oracles)], 1)
+        anywhere = [0] * len(tokens)  # centres of hooks do not turn
+        coded = torch.stack([o.decoded(*tokens[:, i].unbind(1), anywhere) for i, o in enumerate(self.oracles)], 1)
         self.stored = dict(zip(self.native, coded, strict=True))
 
     def decode_stale(self):
@@ -888,9 +935,9 @@ def forget_the_history_of_a_mixed_batch(patches):
 def write_the_neighbour_too(patches):
     write = CompressedBlockStore.write
 
-    def spill(self, slots, keys, values):
-        write(self, slots[-1:] ^ 1, keys[-1:], values[-1:])
-        write(self, slots, keys, values)
+    def spill(self, slots, keys, values, positions):
+        write(self, slots[-1:] ^ 1, keys[-1:], values[-1:], positions[-1:])
+        write(self, slots, keys, values, positions)
 
     patches.setattr(CompressedBlockStore, "write", spill)
 
@@ -902,6 +949,10 @@ def see_one_token_more(patches):
         return window(replace(self, window=self.window + 1) if self.window else self, mask, positions)
 
     patches.setattr(QueryGroup, "_in_window", wide)
+
+
+def forget_the_number_of_blocks(patches):
+    patches.setattr(ExactRing, "_number_written", lambda self, batch: None)
 
 
 def leave_native_pages_stale(patches):
@@ -917,6 +968,7 @@ MUTATIONS = [
     (CacheMachine, forget_the_history_of_a_mixed_batch),
     (CacheMachine, write_the_neighbour_too),
     (CacheMachine, see_one_token_more),
+    (CacheMachine, forget_the_number_of_blocks),
     (ModesMachine, leave_native_pages_stale),
     (ModesMachine, keep_the_ring_across_off),
 ]
@@ -946,10 +998,28 @@ MACHINES = {"cache": CacheMachine, "modes": ModesMachine, "interpreter": Interpr
 BATCH = 100  # schedules of one hypothesis run, which remembers all of them
 
 
-def run_batch(machine, count, number, shrink):
+def run_batch(machine, shrink, count, number):
+    """What failed, and the figures, of `count` schedules of a seed."""
+    DONE.clear()
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     options = settings(CI, max_examples=count, stateful_step_count=30, derandomize=False, database=None, phases=phases)
-    seed(number)(get_state_machine_test(machine, settings=options))()
+    try:
+        seed(number)(get_state_machine_test(MACHINES[machine], settings=options))()
+    except Exception as error:  # noqa: BLE001  # hypothesis has noted the schedule; the others are run, too
+        notes = [f"seed {number}: {type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+        return ["\n".join(notes)], DONE, WORST
+    return [], DONE, WORST
+
+
+def run_all(machine, schedules, first_seed, processes, shrink):
+    """Batch after batch, or many at a time."""
+    counts = [min(BATCH, schedules - first) for first in range(0, schedules, BATCH)]
+    run, seeds = partial(run_batch, machine, shrink), range(first_seed, first_seed + len(counts))
+    if processes == 1:
+        yield from map(run, counts, seeds)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(run, counts, seeds)
 
 
 def main():
@@ -957,21 +1027,22 @@ def main():
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--machine", choices=sorted(MACHINES), default="cache")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--shrink", action="store_true", help="reduce what fails; takes minutes")
+    parser.add_argument("--json", type=Path, help="file of the figures, written again after every batch")
     options = parser.parse_args()
-    start, found = time.monotonic(), 0
-    for first in range(0, options.schedules, BATCH):
-        number = options.seed + first // BATCH
-        try:
-            run_batch(MACHINES[options.machine], min(BATCH, options.schedules - first), number, options.shrink)
-        except Exception as error:  # noqa: BLE001  # hypothesis has printed the schedule; the others are run, too
-            found += 1
-            print(f"seed {number}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-            for note in getattr(error, "__notes__", ()):
-                print(note, file=sys.stderr)  # noqa: T201
-    figures = ", ".join(f"{name} {value:.4g}" for name, value in sorted(DONE.items()))
-    print(f"{options.machine}: {figures}; {found} failures in {time.monotonic() - start:.0f} s")  # noqa: T201
-    return bool(found)
+    command = shlex.join(["python", "tests/test_fuzz.py", *sys.argv[1:]])
+    start, failures, done, worst = time.monotonic(), [], Counter(), Counter()
+    chosen = (options.machine, options.schedules, options.seed, options.processes, options.shrink)
+    for failed, counted, errors in run_all(*chosen):
+        failures, done, worst = failures + failed, done + counted, worst | errors  # the union takes the larger ones
+        sys.stderr.write("".join(f"{failure}\n" for failure in failed))
+        found = {"command": command, "seed": options.seed, "seconds": round(time.monotonic() - start)}
+        found |= {"failures": failures, "done": dict(sorted(done.items())), "worst": dict(sorted(worst.items()))}
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    sys.stdout.write(json.dumps(found) + "\n")
+    return bool(failures)
 
 
 if __name__ == "__main__":

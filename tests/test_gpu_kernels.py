@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import make_rotary
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -56,15 +57,16 @@ def normal(generator, *shape):
 
 
 def make_case(
-    lens=(700, 33, 0, 1, 260), *, hq=32, hkv=8, d=128, block=32, q=1, window=128, sinks=16, center=True,
+    lens=(700, 33, 0, 1, 260), *, hq=32, hkv=8, d=128, block=32, q=1, window=128, sinks=16, center="turning",
     dtype=torch.bfloat16, seed=11, **options,
 ):  # fmt: skip
-    """lens: cached tokens of each request; a request without any is padding."""
+    """lens: cached tokens of each request; a request without any is padding.  center: turning, constant, or None."""
     g = torch.Generator(device="cuda").manual_seed(seed)
     transform = None
     if center:
         gain = torch.rand(hkv, d, generator=g, device="cuda") + 0.5
-        transform = KeyTransform(normal(g, hkv, d) * 2, gain)
+        rotary = make_rotary(d, max(lens) + q, device="cuda") if center == "turning" else None
+        transform = KeyTransform(normal(g, hkv, d) * 2, gain, rotary)
     codec = KVCodec.build(TurboQuantConfig(**options), 0, hkv, d, transform, "cuda")
     n, per = len(lens), (max(lens) + q) // block + 2
     engine = KVCaptureEngine(n * per, block, window, n * (window // block + 3), "cuda", sinks)
@@ -149,7 +151,10 @@ def test_decode_of_every_preset(bits):
         {"lens": (0, 0, 40)},
         {"dtype": torch.float16},
         {"rotation": "haar"},
-        {"center": False},
+        {"center": None},
+        {"center": "constant"},
+        {"center": "constant", "hq": 64, "q": 4, "block": 16},
+        {"center": "constant", "hq": 32, "hkv": 4, "d": 256, "key_bits": 8},
     ],
     ids=str,
 )
@@ -297,7 +302,7 @@ def test_portable_history(options, d):
 def test_transcode(options, d):
     from turboquant.kernels.transcode import decode_rows
 
-    case = make_case(hq=8, hkv=2, d=d, **options)
+    case = make_case(hq=8, hkv=2, d=d, center="constant", **options)
     batch = case.plan.batch
     slots = (batch.block_table[0, :20].long()[:, None] * 32 + torch.arange(32, device="cuda")).flatten()
     for got, want in zip(

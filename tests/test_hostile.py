@@ -14,6 +14,7 @@ from helpers import FLOAT32_EPS, Request, attention, build_codec, normal, plain_
 import turboquant
 from turboquant import PageFormat, TurboQuantConfig, TurboQuantKVCache, TurboQuantMSE, TurboQuantProd, codebook
 from turboquant.batch import AttentionBatch
+from turboquant.calibration import LayerTransforms
 from turboquant.capture import ExactRing, KVCaptureEngine
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.integration import activation, compat, plugin
@@ -801,7 +802,7 @@ def calibration(tmp_path):
     from turboquant.integration.calibration_file import save_transforms
 
     transform = KeyTransform(normal(HEADS, DIM, seed=1), normal(HEADS, DIM, seed=2).exp())
-    path = save_transforms(tmp_path / "c.safetensors", {"layer": transform})
+    path = save_transforms(tmp_path / "c.safetensors", {"layer": LayerTransforms(transform)})
     return path, {"layer.center": transform.center, "layer.gain": transform.gain}
 
 
@@ -849,14 +850,17 @@ def test_a_damaged_header_never_gives_another_transform(calibration):
         except ValueError as error:
             assert str(path) in str(error)
             continue
-        (transform,) = loaded.values()
-        assert torch.equal(transform.center, tensors["layer.center"])
-        assert torch.equal(transform.gain, tensors["layer.gain"])
+        (layer,) = loaded.values()
+        assert layer.turning is None
+        assert torch.equal(layer.constant.center, tensors["layer.center"])
+        assert torch.equal(layer.constant.gain, tensors["layer.gain"])
 
 
 @cases(
-    ("no gain", lambda t: {"layer.center": t["layer.center"]}, ["layer"]),
+    ("no gain", lambda t: {"layer.center": t["layer.center"]}, ["center"]),
     ("another name", lambda t: {"layer": t["layer.center"]}, ["layer"]),
+    ("half a turning centre", lambda t: {**t, "layer.turning_gain": t["layer.gain"].clone()}, ["turning_center"]),
+    ("a part too many", lambda t: {**t, "layer.scale": t["layer.gain"].clone()}, ["scale"]),
     ("shapes that differ", lambda t: {**t, "layer.gain": t["layer.gain"][:1].clone()}, ["(2, 64)", "(1, 64)"]),
     ("not finite", lambda t: {**t, "layer.gain": t["layer.gain"] * torch.inf}, ["finite"]),
     ("a gain of zero", lambda t: {**t, "layer.gain": t["layer.gain"] * 0}, ["zero"]),

@@ -15,7 +15,7 @@ ROOT = PACKAGE.parent
 # Lower layers never import higher ones; modules of one layer may know each other, without cycles.
 LAYERS = [
     ("checks",),
-    ("packing", "rotation", "codebook", "page", "config"),
+    ("packing", "rotation", "rotary", "codebook", "page", "config"),
     ("quantizer",),
     ("codec",),
     ("batch", "store", "calibration"),

@@ -126,20 +126,21 @@ def decode_arguments(key_bits, value_bits, dim, block, group, tile, capability, 
     layer = KVCaptureEngine(4, block, 128, 4).add_layer("layer", codec, 1, torch.bfloat16)
     types = {
         "*bf16": "RAW KEYS VALUES OWN_KEYS OWN_VALUES MATRIX OUTPUT",
-        "*fp32": "FACTOR OUT LSE CENTER",
-        "*i32": "OFFSET TABLES BLOCKS REQUESTS",
+        "*fp32": "FACTOR OUT LSE CENTER WEIGHTS",
+        "*fp16": "WAVES COS_SIN",
+        "*i32": "OFFSET TABLES BLOCKS REQUESTS AXES",
         "*u8": "PAGES PRESENT",
         "*i64": "INDEX",
-        "*fp16" if key_bits == 8 else "*i8": "QUERY",
         "fp32": "scale softcap matrix_scale key_step",
     }
     values = {name: kind for kind, names in types.items() for name in names.split()}
-    integers = "block_stride heads splits sliding tokens pairs row_tiles tile_bits pieces exact_tiles segments"
+    values["QUERY"] = "*fp16" if key_bits == 8 else "*i8"
+    integers = "block_stride spans heads splits sliding tokens pairs row_tiles tile_bits pieces exact_tiles segments"
     values |= dict.fromkeys(integers.split(), 1001) | dict.fromkeys(
         ["page_stride", "raw_stride", "key_stride", "value_stride", "ring_stride", "output_stride"], 1024
     )
     overlap = capability >= 90
-    common = {"G": group, "D": dim, "R": tile, "EXACT": True, "PDL": overlap}
+    common = {"G": group, "D": dim, "R": tile, "EXACT": True, "PDL": overlap, "TURNS": not many}
     attention = {"COLUMNS": 144, "SINKS": 16, "SLIDING": True, "SOFTCAP": True, "VSTEP": 0.04}
     count, warps, row_registers = decode.program_rows(dim, many)
     rows = {"FLOAT": key_bits == 8, "ROWS": count, "WARPS": warps, "GROUPS": 1 if many else 4, "LSE_STEPS": 2}

@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers import normal, page_owners
+from helpers import make_rotary, normal, page_owners
 
 from turboquant.capture import KVCaptureEngine
 from turboquant.codec import KeyTransform, KVCodec, layer_rotation
@@ -26,6 +26,7 @@ def layer_of(codec, heads, capacity, dtype=torch.float32, block_size=16):
     engine = KVCaptureEngine(BLOCKS, block_size, 8, capacity, DEVICE)
     layer = engine.add_layer("layer", codec, heads, dtype)
     layer.store.pages.fill_(FILL)
+    engine.ring.number.copy_(torch.tensor([5, 3, 0, 2, 7]))  # of each block in its sequence
     if capacity:
         engine.ring.slot_of_block[torch.tensor([2, 4], device=DEVICE)] = torch.tensor([1, 0], device=DEVICE)
     return engine, layer
@@ -148,6 +149,22 @@ def test_large_offsets_with_a_centre(tile):
         compare(
             codec_of(heads=2, transform=KeyTransform(center, gain), **options), keys + center, values, slots=SLOTS[:3]
         )
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "rotary", "options"),
+    [
+        (64, 2, {}, {}),
+        (80, 1, {"size": 40}, {"key_bits": 3}),
+        (128, 1, {"interleaved": True}, {"key_bits": 8}),
+        (64, 1, {"context": 40}, {"key_quantizer": "prod"}),
+    ],
+)
+def test_turning_centres(tile, dim, heads, rotary, options):
+    transform = KeyTransform(
+        3 * normal(heads, dim, seed=5), 1 + normal(heads, dim, seed=6).abs(), make_rotary(dim, **rotary)
+    )
+    compare(codec_of(dim, heads, transform, scale_candidates=1, **options), *rows(dim, heads, n=3), slots=[2, 79, 33])
 
 
 @pytest.mark.parametrize("options", [{}, {"key_bits": 8, "value_quantizer": "group"}, {"key_quantizer": "prod"}])

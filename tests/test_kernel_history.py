@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers import normal
+from helpers import make_rotary, normal
 
 from turboquant.batch import AttentionBatch
 from turboquant.capture import KVCaptureEngine
@@ -45,9 +45,9 @@ def shapes(*axes, count):
     return list(islice(zip(*map(cycle, axes), strict=False), count))
 
 
-def make_codec(heads, dim, options):
+def make_codec(heads, dim, options, rotary=None):
     """A codec with a key transform, so that logits have a shift."""
-    transform = KeyTransform(normal(heads, dim, seed=7) / 4, normal(heads, dim, seed=8).exp())
+    transform = KeyTransform(normal(heads, dim, seed=7) / 4, normal(heads, dim, seed=8).exp(), rotary)
     return KVCodec.build(TurboQuantConfig(**options), 1, heads, dim, transform, DEVICE)
 
 
@@ -131,6 +131,21 @@ def assert_same(found, expected):
 def test_codecs_in_every_shape(name, dim, block_size, group, query_len):
     codec = make_codec(1 if dim > 80 else 2, dim, CODECS[name])
     compare([37, 5], codec, group, [query_len] * 2, block_size=block_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "block_size", "rotary", "softcap"),
+    [
+        ("k4v4", 64, 16, {}, 0.0),
+        ("k3v2", 80, 48, {"size": 40}, 2.0),
+        ("k8v4", 64, 32, {"interleaved": True}, 0.0),
+        ("prod3-group3", 64, 16, {"context": 64}, 0.0),  # shorter than the history: the last span goes on
+    ],
+)
+def test_turning_centres(name, dim, block_size, rotary, softcap):
+    codec = make_codec(2, dim, CODECS[name], make_rotary(dim, **rotary))
+    compare([101, 5], codec, 3, [2, 1], softcap=softcap, block_size=block_size)
+    compare([70, 32], codec, 1, softcap=softcap, block_size=block_size, window=9, sinks=5, sliding=40)
 
 
 @pytest.mark.parametrize("name", ["k4v4", "prod3-group3"])

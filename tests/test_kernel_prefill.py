@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers import normal
+from helpers import make_rotary, normal
 from test_kernel_history import DEVICE
 
 from turboquant.batch import AttentionBatch
@@ -32,11 +32,12 @@ def dense(query, keys, values, scale, causal, window, softcap):
     return out.flatten(1, 2).to(query.dtype), scores.logsumexp(-1)
 
 
-def make_step(cached, new, *, window=20, sinks=11, center=True, dim=64, **options):
+def make_step(cached, new, *, window=20, sinks=11, center=True, turns=False, dim=64, **options):
     """Requests with `cached` tokens in pages and ring, and `new` rows of their own."""
     transform = None
     if center:
-        transform = KeyTransform(normal(HEADS, dim, seed=8) * 2, normal(HEADS, dim, seed=9).abs() + 0.5)
+        rotary = make_rotary(dim) if turns else None
+        transform = KeyTransform(normal(HEADS, dim, seed=8) * 2, normal(HEADS, dim, seed=9).abs() + 0.5, rotary)
     codec = KVCodec.build(TurboQuantConfig(**options), 0, HEADS, dim, transform, DEVICE)
     per = (max(cached) + max(new)) // BLOCK + 1
     engine = KVCaptureEngine(len(cached) * per, BLOCK, window, len(cached) * 4, DEVICE, sinks)
@@ -68,6 +69,8 @@ def make_step(cached, new, *, window=20, sinks=11, center=True, dim=64, **option
         {"window": 0, "sinks": 0},
         {"sinks": 0},
         {"center": False},
+        {"turns": True},
+        {"turns": True, "key_bits": 3, "window": 0, "dim": 80},
         {"rotation": "haar"},
         {"key_quantizer": "prod"},
         {"value_quantizer": "group", "dim": 128},

@@ -233,7 +233,8 @@ class HybridScorer:
         tokens only.  rows_by_length selects requests (default: all that have query rows); other rows of `output` stay
         as they are.  Fewer rows than the plan's, other heads than the layer's, and integers are refused.
         """
-        check_step(layer, plan.batch.num_rows, query, own, output)
+        known = rows_by_length is None or plan.batch.lens is not None  # to the host, which must not wait for a device
+        check_step(layer, plan.batch.num_rows if known else 0, query, own, output)
         selected = plan.batch.rows_by_length() if rows_by_length is None else rows_by_length
         for length, rows in selected.items():
             group = self._group(plan, length, rows, tile_tokens(len(rows), length, query.shape[1], query.shape[2]))

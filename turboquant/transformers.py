@@ -221,7 +221,8 @@ def observed(model: PreTrainedModel, moments: dict[int, Moments]) -> Iterator[No
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         mine = moments.setdefault(module.layer_idx, Moments.empty(key.shape[1], key.shape[3]))
-        mine.add(*(x[0].transpose(0, 1)[SINKS:].cpu() for x in (key, query)))
+        keys, queries = (x[0].transpose(0, 1)[SINKS:] for x in (key, query))
+        mine.add(keys, queries, torch.arange(len(keys)))  # of no matter to centres that do not turn
         return attention(module, query, key, value, *args, **kwargs)
 
     ALL_ATTENTION_FUNCTIONS[name] = attend

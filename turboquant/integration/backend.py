@@ -361,7 +361,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
     def variant(self) -> tuple[object, ...]:
         """Layers for which this is the same run the same compiled kernels."""
         heads = (self.num_heads, self.num_kv_heads, self.head_size, self.codec.key.bits)
-        return *heads, self.sliding_window, self.logits_soft_cap
+        return *heads, self.sliding_window, self.logits_soft_cap, self.codec.rotary.turns
 
     def take_memory(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Use as much transient memory as any step can, while vLLM measures: rows of a step of the most tokens."""

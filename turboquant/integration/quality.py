@@ -38,8 +38,9 @@ class Case:
     """One engine and what it is made to say.
 
     contender: native, a cache dtype of vLLM's, or a preset with options, as in k4v4+buffer_size=64+calibration=none;
-    texts: token ids, the last `forced` of which are forced and those before prefilled; options: of turboquant, unless
-    the contender's own say otherwise; engine: of vllm.LLM; output: file for the log-probabilities.
+    texts: token ids, the last `forced` of which are forced and those before prefilled; free: calls of the engine, each
+    of prompts that are continued greedily and by how many tokens; options: of turboquant, unless the contender's own
+    say otherwise; engine: of vllm.LLM; output: file for the log-probabilities.
     """
 
     contender: str
@@ -48,6 +49,7 @@ class Case:
     forced: int
     output: str
     dtype: str = "float32"
+    free: list[tuple[list[list[int]], int]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
 
@@ -55,8 +57,16 @@ class Case:
         check_contender(self.contender)
         if self.forced < 1 or any(len(text) < self.forced + KEY_TOKENS for text in self.texts):
             raise ValueError(f"forced={self.forced} must be positive and leave {KEY_TOKENS} tokens of every text")
-        if len({tuple(text[:KEY_TOKENS]) for text in self.texts}) < len(self.texts):
+        keys = {tuple(text[:KEY_TOKENS]) for text in self.texts}
+        if len(keys) < len(self.texts):
             raise ValueError(f"two texts start with the same {KEY_TOKENS} tokens")
+        if any(tuple(prompt[:KEY_TOKENS]) in keys for prompts, _ in self.free for prompt in prompts):
+            raise ValueError(f"a free prompt starts with the {KEY_TOKENS} tokens of a forced text")
+
+    @property
+    def max_model_len(self) -> int:
+        lengths = [len(prompt) + count for prompts, count in self.free for prompt in prompts]
+        return max([*lengths, *(len(text) for text in self.texts)]) + 1
 
     def forced_tokens(self) -> torch.Tensor:
         """int64 [texts * forced], text after text."""
@@ -87,19 +97,27 @@ def own_options(contender: str) -> dict[str, Any]:
     return {name: int(value) if value.isdigit() else value for name, _, value in pairs}
 
 
-def texts(tokenizer: Any, lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Token ids, `count` texts of each length: by turns prose from Python's documentation and code from its library."""
-    topics = pydoc_data.topics.topics
-    prose = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
-    code = tokenizer.encode("\n".join(Path(str(m.__file__)).read_text(encoding="utf-8") for m in CODE))
-    sources, found = [prose, code], []
+def prose() -> str:
+    """Python's documentation of its language."""
+    topics: dict[str, str] = pydoc_data.topics.topics
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def code() -> str:
+    """Some of Python's library."""
+    return "\n".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in CODE)
+
+
+def texts(tokenizer: Any, lengths: Sequence[int], count: int, sources: Sequence[str] = ()) -> list[list[int]]:
+    """Token ids, `count` texts of each length, taken from the sources by turns; default: prose and code."""
+    left, found = [tokenizer.encode(source) for source in sources or (prose(), code())], []
     for length in lengths:
         for number in range(count):
-            source = sources[number % 2]
+            source = left[number % len(left)]
             if length > len(source):
                 raise ValueError(f"{count} texts of each of {list(lengths)} tokens are more than there are")
             found.append(source[:length])
-            sources[number % 2] = source[length:]
+            left[number % len(left)] = source[length:]
     return found
 
 
@@ -118,7 +136,8 @@ class ForcingExtension:
             output = original(sampler, logits, sampling_metadata, **options)
             known = [int(n) for n in batch.num_tokens_no_spec[: len(logits)]]
             starts = [tuple(row) for row in batch.token_ids_cpu[: len(logits), :KEY_TOKENS].tolist()]
-            output.sampled_token_ids[:, 0] = torch.tensor(recorder.step(starts, known, logits))
+            if recorder.knows(starts):
+                output.sampled_token_ids[:, 0] = torch.tensor(recorder.step(starts, known, logits))
             return output
 
         sampler.forward = forward
@@ -140,6 +159,10 @@ class Recorder:
         self.forced = {tuple(text[:KEY_TOKENS]): (number, text) for number, text in enumerate(forced)}
         self.recorded: dict[tuple[int, int], torch.Tensor] = {}  # stays on the device: copies would wait for it
 
+    def knows(self, starts: list[tuple[int, ...]]) -> bool:
+        """Whether these requests are forced ones; they never share a step with free ones."""
+        return all(start in self.forced for start in starts)
+
     def step(self, starts: list[tuple[int, ...]], known: list[int], logits: torch.Tensor) -> list[int]:
         """Of a step's requests: their first tokens, how many are known, and logits [n, vocabulary]."""
         tokens = []
@@ -154,8 +177,8 @@ class Recorder:
         return torch.stack([self.recorded[place].cpu() for place in sorted(self.recorded)])
 
 
-def run(case: Case) -> dict[str, float]:
-    """Run the engine and write the file; returns bytes per token and the exact tokens of a request."""
+def run(case: Case) -> dict[str, Any]:
+    """Run the engine and write the file; returns bytes per token, the exact tokens of a request, and what was said."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     from vllm import LLM
 
@@ -163,10 +186,9 @@ def run(case: Case) -> dict[str, float]:
 
     if case.preset:
         enable_no_alloc(case.preset, **case.all_options)
-    length = max(len(text) for text in case.texts)
     arguments: dict[str, Any] = {
-        "dtype": case.dtype, "max_model_len": length + 1, "max_num_seqs": len(case.texts), "enforce_eager": True,
-        "async_scheduling": False, "enable_prefix_caching": False,
+        "dtype": case.dtype, "max_model_len": case.max_model_len, "max_num_seqs": len(case.texts),
+        "enforce_eager": True, "async_scheduling": False, "enable_prefix_caching": True,
         "worker_extension_cls": f"{__name__}.ForcingExtension",
     }  # fmt: skip
     if case.contender in NATIVE_DTYPES:
@@ -179,7 +201,13 @@ def run(case: Case) -> dict[str, float]:
     if written != expected:
         raise RuntimeError(f"recorded {written} tokens of {expected}")
     exact = llm.collective_rpc("tq_stats")[0]["exact_tokens_per_request"] if case.preset else 0
-    return {"bytes_per_token": llm.collective_rpc("tqq_token_bytes")[0], "exact_tokens": exact}
+    said = [continuations(llm, prompts, count) for prompts, count in case.free]
+    return {"bytes_per_token": llm.collective_rpc("tqq_token_bytes")[0], "exact_tokens": exact, "said": said}
+
+
+def continuations(llm: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    batch: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(batch, greedy(count), use_tqdm=False)]
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------
@@ -203,7 +231,15 @@ def compare(reference: torch.Tensor, tested: torch.Tensor, forced: torch.Tensor)
     }  # fmt: skip
 
 
-def size(stats: dict[str, float], plain: float, context: int) -> dict[str, float]:
+def same_tokens(said: Sequence[Sequence[int]], native: Sequence[Sequence[int]]) -> dict[str, float]:
+    """How long free continuations are those of the native cache: mean tokens, and share of texts to the end."""
+    lengths = [next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0]))
+               for pair in zip(said, native, strict=True)]  # fmt: skip
+    whole = [length == len(text) for length, text in zip(lengths, said, strict=True)]
+    return {"generated": len(said[0]), "same_tokens": sum(lengths) / len(said), "same_texts": sum(whole) / len(said)}
+
+
+def size(stats: dict[str, Any], plain: float, context: int) -> dict[str, float]:
     """Bytes per token of the pages and, with the exact tokens' blocks, of a request of `context`; times below bf16.
 
     stats: of `run`; plain: bytes of a token in bf16.

@@ -60,7 +60,8 @@ class PlainAttention:
         q = query.view(len(query), -1, layer.head_size)
         if self.target is None:
             self.rows = key.view(len(key), layer.num_kv_heads, -1), value.view(len(value), layer.num_kv_heads, -1)
-            self.moments.add(self.rows[0][SINKS:], q[SINKS:], torch.arange(self.first + SINKS, self.first + len(q)))
+            positions = torch.arange(self.first, self.first + len(q))
+            self.moments.add(*(x[SINKS:] for x in (self.rows[0], q, positions)))
         keys, values = (self.target or self).rows
         q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
         found = scaled_dot_product_attention(q, keys, values, is_causal=True, scale=self.scale, enable_gqa=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from turboquant.capture import ExactRing, LayerCache
+from turboquant.codec import KVCodec
 from turboquant.kernels import gluon_decode, gluon_rows, tiles
 from turboquant.kernels.decoders import BF16_128, table_words
 from turboquant.kernels.matrix import SplitMatrix
@@ -31,6 +32,7 @@ EXACT_TOKENS = 16  # tokens of a tile of the exact segment
 FEW = 4  # segments of a group from which the merge loads as many as registers hold: few variants, and few idle loads
 LONG_PIECE, SHORT_PIECE = 8, 2  # tiles of an exact piece: few requests need short pieces for latency
 REGISTERS_PER_SM = 65536
+Prepared = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # QUERY, FACTOR, OFFSET, WAVES
 
 
 def unsupported(layer: LayerCache) -> str | None:
@@ -103,12 +105,14 @@ class DecodeTables:
     """Constants of a layer on its device.
 
     query_matrix [H_kv, d, d]: `KVCodec.query_matrix`, transposed, rows in key order; output_matrix [d, d]: from value
-    order back to the original basis, transposed; lookup int32 [20].
+    order back to the original basis, transposed; lookup int32 [20]; axes, weights: `turning_terms`.
     """
 
     query_matrix: SplitMatrix
     output_matrix: SplitMatrix
     lookup: torch.Tensor
+    axes: torch.Tensor
+    weights: torch.Tensor
     key_step: float
     value_step: float
 
@@ -125,13 +129,26 @@ class DecodeTables:
             SplitMatrix.of(codec.query_matrix[:, :, key_order].transpose(1, 2), layer.recent.keys.dtype),
             SplitMatrix.of(codec.value.rotation.matrix[value_order].T, torch.bfloat16),
             torch.tensor(words, dtype=torch.int32, device=device),
+            *turning_terms(codec),
             grid.step if grid else 1.0,
             codec.value.grid.step,
         )
 
     @property
     def nbytes(self) -> int:
-        return self.query_matrix.parts.nbytes + self.output_matrix.parts.nbytes + self.lookup.nbytes
+        tensors = (self.query_matrix.parts, self.output_matrix.parts, self.lookup, self.axes, self.weights)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def turning_terms(codec: KVCodec) -> tuple[torch.Tensor, torch.Tensor]:
+    """`KVCodec.waves` as two products: axes int32 [2, d], weights float32 [2, H_kv, d], waves the sum over both of
+    query[..., axes] * weights.
+    """
+    x, y = codec.rotary.pairs
+    center_x, center_y = codec.transform.center[:, x], codec.transform.center[:, y]
+    weights = torch.stack((center_x, center_y)).repeat(1, 1, 2)
+    weights[1, :, len(x) :] *= -1
+    return torch.stack((torch.cat((x, y)), torch.cat((y, x)))).int(), weights
 
 
 class FastDecode:
@@ -225,30 +242,33 @@ class FastDecode:
         steps = -(-(MAX_SPLITS + pieces) // dim) if splits + pieces > dim else 1
         return groups, rows, warps, registers, most if splits > FEW * groups else min(most, FEW), steps
 
-    def _prepare(self, query: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """query [T, H_q, d] -> 16-bit queries, score factors and shifts, offsets (`gluon_rows.prepare_kernel`)."""
+    def _prepare(self, query: torch.Tensor, factor: float) -> Prepared:
+        """query [T, H_q, d] -> what `gluon_rows.prepare_kernel` makes of it."""
         tokens, query_heads, dim = query.shape
-        heads, matrix = self.layer.store.num_kv_heads, self.tables.query_matrix
+        heads, matrix, tables = self.layer.store.num_kv_heads, self.tables.query_matrix, self.tables
         group = query_heads // heads
         floating = isinstance(self.layer.codec.key, FP8Quantizer)
         dtype = torch.float16 if floating else torch.int8
         rows = torch.empty(tokens, heads, group, 2, dim, dtype=dtype, device=query.device)
         factors = torch.empty(tokens, heads, group, 2, dtype=torch.float32, device=query.device)
         offsets = torch.empty(tokens, heads, group, dtype=torch.int32, device=query.device)
+        turns = self.layer.codec.rotary.turns
+        waves = torch.empty(tokens if turns else 0, heads, group, 2, dim, dtype=torch.float16, device=query.device)
         size, warps, registers = program_rows(dim, self._has_many_rows(tokens * query_heads))
         grid = (-(-tokens * group // size), heads)
         gluon_rows.prepare_kernel[grid](
-            query, matrix.parts, self.layer.codec.transform.center, rows, factors, offsets, tokens, query.stride(0),
-            factor, matrix.scale, self.tables.key_step, heads, G=group, D=dim, FLOAT=floating, EXACT=matrix.exact,
-            PDL=self.overlap, WARPS=warps, ROWS=size, num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
+            query, matrix.parts, self.layer.codec.transform.center, tables.axes, tables.weights, rows, factors, offsets,
+            waves, tokens, query.stride(0), factor, matrix.scale, tables.key_step, heads, G=group, D=dim,
+            FLOAT=floating, EXACT=matrix.exact, TURNS=turns, PDL=self.overlap, WARPS=warps, ROWS=size,
+            num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
         )  # fmt: skip
-        return rows, factors, offsets
+        return rows, factors, offsets, waves
 
     def _attend(
         self,
         group: QueryGroup,
         entries: torch.Tensor,
-        prepared: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        prepared: Prepared,
         query: torch.Tensor,
         own: Own,
         partial: torch.Tensor,
@@ -262,15 +282,16 @@ class FastDecode:
         """Fill partial float32 [n, H_kv, row tiles, segments, rows, d], lse [.., rows] (base 2, -inf for nothing)."""
         batch, window = group.plan.batch, group.plan.window
         pages, recent, (keys, values) = self.layer.store.pages, self.layer.recent, own
+        rotary = self.layer.codec.rotary
         n, heads, row_tiles, segments, tile, _ = partial.shape
         gluon_decode.decode_kernel[(n * heads, segments, row_tiles)](
-            *prepared, query, pages, self.tables.lookup, batch.block_table, entries, window.index,
+            *prepared, rotary.cos_sin, query, pages, self.tables.lookup, batch.block_table, entries, window.index,
             window.present.view(torch.uint8), recent.keys, recent.values, keys, values, partial, lse,
             batch.block_table.stride(0), pages.stride(0), query.stride(0), keys.stride(0), values.stride(0),
-            recent.keys.stride(0), heads, segments - pieces, pieces, exact_tiles, factor, softcap * LOG2E, group.window,
-            G=query.shape[1] // heads, R=tile, COLUMNS=self.columns, SINKS=self.sinks, SLIDING=group.window > 0,
-            SOFTCAP=softcap > 0, VSTEP=self.tables.value_step, PDL=self.overlap, num_warps=1, maxnreg=registers,
-            launch_pdl=self.overlap, **self.constants,
+            recent.keys.stride(0), heads, len(rotary.cos_sin), segments - pieces, pieces, exact_tiles, factor,
+            softcap * LOG2E, group.window, G=query.shape[1] // heads, R=tile, COLUMNS=self.columns, SINKS=self.sinks,
+            SLIDING=group.window > 0, SOFTCAP=softcap > 0, VSTEP=self.tables.value_step, TURNS=rotary.turns,
+            PDL=self.overlap, num_warps=1, maxnreg=registers, launch_pdl=self.overlap, **self.constants,
         )  # fmt: skip
 
     def _merge(

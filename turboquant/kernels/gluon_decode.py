@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from turboquant.codebook import GRID_CENTER
 from turboquant.kernels import decoders
 from turboquant.kernels.tiles import key_layout, value_layout
+from turboquant.rotary import SPAN
 
 K2, K3, K4, V2, V3, V4 = (
     gl.constexpr(decode(bits)) for decode in (decoders.key_decoder, decoders.value_decoder) for bits in (2, 3, 4)
@@ -23,12 +24,17 @@ TRANSPOSE = gl.constexpr(decoders.TRANSPOSE)
 STAGES = gl.constexpr(2)
 # The name up to Triton 3.8, and from 3.7.
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+SharedMemory = gl.shared_memory_descriptor
+reinterpret = getattr(SharedMemory, "reinterpret", None) or SharedMemory._reinterpret  # from Triton 3.8, and before
 LAZY = gl.constexpr(8.0)  # log2 of how far a score may exceed the maximum in use
 LOWEST = gl.constexpr(-1e30)
 VALUE_OFFSET = gl.constexpr(128 + GRID_CENTER)
 # Tiles after which the values' offset is taken out of the sums: tensor cores truncate, and where values cancel, what
 # they lose of the offset would outweigh the result.
 STRETCH = gl.constexpr(32)
+SPAN_TOKENS = gl.constexpr(SPAN)
+SPANS = gl.constexpr(32)  # of a stretch: a tile lies within a span
+WAVE_STEP = gl.constexpr(32)  # coordinates of a step of their product: few registers
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -278,15 +284,57 @@ def mask_edge(x, vs, token, length, PRESENT, rows, sliding, COLUMNS: gl.constexp
 
 
 @gluon.jit
+def make_shifts(
+    shifts, WAVES, FACTOR, COS_SIN, first, last, spans, first_row, q_start, q_len, head, heads, D: gl.constexpr,
+    G: gl.constexpr, R: gl.constexpr,
+):  # fmt: skip
+    """What turning centres add to the scores of query rows in the spans first to last: into float32 [SPANS, R].
+
+    WAVES float16 [T, heads, G, 2, D], number and rest, in units of FACTOR[.., 1]; COS_SIN float16 [spans, D].
+    """
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    b_layout: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
+    some: gl.constexpr = 16
+    parts = reinterpret(shifts, gl.float32, [SPANS // some, some, R], FLAT)
+    a_dim = gl.arange(0, WAVE_STEP, layout=gl.SliceLayout(0, a_layout))
+    b_dim = gl.arange(0, WAVE_STEP, layout=gl.SliceLayout(1, b_layout))
+    column = gl.arange(0, 2 * R, layout=gl.SliceLayout(0, b_layout))
+    row = first_row + query_row(column, R)
+    line = (((q_start + row // G) * heads + head) * G + row % G) * 2 + column % 2
+    real = row // G < q_len
+    for part in range((last - first) // some + 1):
+        span = first + part * some + gl.arange(0, some, layout=gl.SliceLayout(1, a_layout))
+        turned = COS_SIN + gl.minimum(span, spans - 1)[:, None] * D
+        raw = gl.full([some, 2 * R], 0.0, gl.float32, layout=MMA)
+        for step in gl.static_range(0, D, WAVE_STEP):
+            turns = gl.load(turned + (step + a_dim)[None, :])
+            waves = gl.load(WAVES + line[None, :] * D + (step + b_dim)[:, None], mask=real[None, :], other=0.0)
+            raw = mma_v2(turns, waves, raw)
+        high, low = pair_scores(raw, some, R)
+        score_row = first_row + gl.arange(0, R, layout=gl.SliceLayout(0, high.type.layout))
+        score_line = ((q_start + score_row // G) * heads + head) * G + score_row % G
+        unit = gl.load(FACTOR + score_line * 2 + 1, mask=score_row // G < q_len, other=0.0)
+        parts.index(part).store((high + low) * unit[None, :])
+
+
+@gluon.jit
+def tile_shift(shifts, shift, index, layout: gl.constexpr, TURNS: gl.constexpr):
+    """Shift float32 [R] of a tile's scores: its span's, or the one of all."""
+    if TURNS:
+        return shifts.index(index).load(layout)
+    else:
+        return shift
+
+
+@gluon.jit
 def history(
-    QUERY, FACTOR, OFFSET, PAGES, TABLES, BLOCKS, PRESENT, OUT, LSE, place, first_row, q_start, q_len, length,
-    start, end, page_stride, head, heads, softcap, sliding,
+    QUERY, FACTOR, OFFSET, WAVES, COS_SIN, PAGES, TABLES, BLOCKS, PRESENT, OUT, LSE, place, first_row, q_start, q_len,
+    length, start, end, page_stride, head, heads, spans, softcap, sliding,
     D: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr, BS: gl.constexpr, KBITS: gl.constexpr,
     VBITS: gl.constexpr, K0: gl.constexpr, K1: gl.constexpr, V0: gl.constexpr, V1: gl.constexpr, KS: gl.constexpr,
     VS: gl.constexpr, KROWS: gl.constexpr, VROWS: gl.constexpr, RUN: gl.constexpr,
     COLUMNS: gl.constexpr, SINKS: gl.constexpr, SLIDING: gl.constexpr, SOFTCAP: gl.constexpr, VSTEP: gl.constexpr,
-    PAGE: gl.constexpr,
-    PDL: gl.constexpr,
+    PAGE: gl.constexpr, TURNS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over the tiles [start, end) of compressed history.  start < end."""
     N: gl.constexpr = 8 if R == 4 else R
@@ -308,6 +356,10 @@ def history(
         fine_values = gl.allocate_shared_memory(gl.uint8, [STAGES, VROWS, T], FLAT)
     else:
         fine_values = values
+    if TURNS:
+        shifts = gl.allocate_shared_memory(gl.float32, [SPANS, R], LINE)
+    else:
+        shifts = keys
     TILES: gl.constexpr = BS // T
     last = end - 1
 
@@ -358,6 +410,13 @@ def history(
 
     slot = 0
     for stretch in range(start, end, STRETCH):
+        first_span = stretch * T // SPAN_TOKENS
+        last_span = (gl.minimum(stretch + STRETCH, end) - 1) * T // SPAN_TOKENS
+        if TURNS:
+            make_shifts(
+                shifts, WAVES, FACTOR, COS_SIN, first_span, last_span, spans, first_row, q_start, q_len, head, heads,
+                D, G, R,
+            )  # fmt: skip
         for t in range(stretch, gl.minimum(stretch + STRETCH, end)):
             other = gl.where(slot == 0, STAGES - 1, slot - 1)
             async_copy.wait_group(STAGES - 2)
@@ -383,7 +442,8 @@ def history(
                 x = high + low
             else:
                 x = (high * 256 + low).to(gl.float32)
-            x = capped(x * ks[:, None] * factor[None, :] + shift[None, :], softcap, SOFTCAP)
+            moved = tile_shift(shifts, shift, t * T // SPAN_TOKENS - first_span, gl.SliceLayout(0, S), TURNS)
+            x = capped(x * ks[:, None] * factor[None, :] + moved[None, :], softcap, SOFTCAP)
             edge = (t + 1) * T > length - (COLUMNS - SINKS)
             if SINKS > 0:
                 edge = edge | (t * T < SINKS)
@@ -515,17 +575,16 @@ def exact(
     gl.store(LSE + place * R + column, gl.where(total > 0, m + gl.log2(safe), float("-inf")), mask=column < R)
 
 
-@gluon.jit(do_not_specialize=["block_stride", "splits", "pieces", "exact_tiles"])
+@gluon.jit(do_not_specialize=["block_stride", "spans", "splits", "pieces", "exact_tiles"])
 def decode_kernel(
-    QUERY, FACTOR, OFFSET, RAW, PAGES, TABLES, BLOCKS, REQUESTS, INDEX, PRESENT, KEYS, VALUES,
+    QUERY, FACTOR, OFFSET, WAVES, COS_SIN, RAW, PAGES, TABLES, BLOCKS, REQUESTS, INDEX, PRESENT, KEYS, VALUES,
     OWN_KEYS, OWN_VALUES, OUT, LSE, block_stride, page_stride, raw_stride, key_stride, value_stride,
-    ring_stride, heads, splits, pieces, exact_tiles, scale, softcap, sliding,
+    ring_stride, heads, spans, splits, pieces, exact_tiles, scale, softcap, sliding,
     D: gl.constexpr, G: gl.constexpr, R: gl.constexpr, T: gl.constexpr, BS: gl.constexpr, KBITS: gl.constexpr,
     VBITS: gl.constexpr, K0: gl.constexpr, K1: gl.constexpr, V0: gl.constexpr, V1: gl.constexpr, KS: gl.constexpr,
     VS: gl.constexpr, KROWS: gl.constexpr, VROWS: gl.constexpr, RUN: gl.constexpr,
     COLUMNS: gl.constexpr, SINKS: gl.constexpr, SLIDING: gl.constexpr, SOFTCAP: gl.constexpr, VSTEP: gl.constexpr,
-    PAGE: gl.constexpr,
-    PDL: gl.constexpr,
+    PAGE: gl.constexpr, TURNS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Program (request and head, segment, row tile); segments are the exact pieces, then the splits of the history."""
     pair = gl.program_id(0)
@@ -558,10 +617,10 @@ def decode_kernel(
         end = gl.minimum(start + share, low + tiles)
         if (start < end) & (first_row < q_len * G):
             history(
-                QUERY, FACTOR, OFFSET, PAGES, TABLES, BLOCKS + request.to(gl.int64) * block_stride, present, OUT, LSE,
-                place, first_row, q_start, q_len, length, start, end, page_stride, head, heads, softcap,
-                sliding, D, G, R, T, BS, KBITS, VBITS, K0, K1, V0, V1, KS, VS, KROWS, VROWS, RUN, COLUMNS, SINKS,
-                SLIDING, SOFTCAP, VSTEP, PAGE, PDL,
+                QUERY, FACTOR, OFFSET, WAVES, COS_SIN, PAGES, TABLES, BLOCKS + request.to(gl.int64) * block_stride,
+                present, OUT, LSE, place, first_row, q_start, q_len, length, start, end, page_stride, head, heads,
+                spans, softcap, sliding, D, G, R, T, BS, KBITS, VBITS, K0, K1, V0, V1, KS, VS, KROWS, VROWS, RUN,
+                COLUMNS, SINKS, SLIDING, SOFTCAP, VSTEP, PAGE, TURNS, PDL,
             )  # fmt: skip
         else:
             store_empty(LSE, place, R)

@@ -27,15 +27,17 @@ def matrix_operand(matrix, D: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tokens"])
 def prepare_kernel(
-    RAW, MATRIX, CENTER, QUERY, FACTOR, OFFSET, tokens, raw_stride, scale, matrix_scale, key_step, heads,
-    G: gl.constexpr, D: gl.constexpr, FLOAT: gl.constexpr, EXACT: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr,
-    ROWS: gl.constexpr,
+    RAW, MATRIX, CENTER, AXES, WEIGHTS, QUERY, FACTOR, OFFSET, WAVES, tokens, raw_stride, scale, matrix_scale,
+    key_step, heads, G: gl.constexpr, D: gl.constexpr, FLOAT: gl.constexpr, EXACT: gl.constexpr, TURNS: gl.constexpr,
+    PDL: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """ROWS query rows of one KV head.
 
     RAW [T, heads * G, D]; MATRIX [2, heads, D, D] in RAW's dtype, rows in key order; CENTER float32 [heads, D];
     QUERY [T, heads, G, 2, D], int8 high and low bytes or float16 number and rest; FACTOR float32 [T, heads, G, 2],
     factor of a score and its shift; OFFSET int32 [T, heads, G], what the grid's centre takes from the low scores.
+    Where centres turn, WAVES float16 [T, heads, G, 2, D], number and rest, are `KVCodec.waves` in units of their
+    largest, which FACTOR has instead of the shift; AXES int32 [2, D], WEIGHTS float32 [2, heads, D] (`turning_terms`).
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
@@ -54,9 +56,6 @@ def prepare_kernel(
     if not EXACT:
         y = mma_v2(x, matrix_operand(matrix + heads * D * D, D, b_layout), y)
     y = y * matrix_scale
-    center = gl.load(CENTER + head * D + a_dim)
-    shift = gl.convert_layout(gl.sum(x.to(gl.float32) * center[None, :], 1), gl.SliceLayout(1, mma)) * scale
-
     row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))
     dim = gl.arange(0, D, layout=gl.SliceLayout(0, mma))
     real = row < tokens * G
@@ -78,6 +77,24 @@ def prepare_kernel(
     gl.store(target, high, mask=real[:, None])
     gl.store(target + D, low, mask=real[:, None])
     gl.store(FACTOR + line * 2, factor, mask=real)
+    if TURNS:
+        source = RAW + (row // G).to(gl.int64) * raw_stride + (head * G + row % G) * D
+        waves = gl.full([ROWS, D], 0.0, gl.float32, layout=mma)
+        for side in gl.static_range(2):
+            axis = gl.load(AXES + side * D + dim)
+            weight = gl.load(WEIGHTS + (side * heads + head) * D + dim)
+            x_axis = gl.load(source[:, None] + axis[None, :], mask=real[:, None], other=0.0)
+            waves += x_axis.to(gl.float32) * weight[None, :]
+        peak = gl.maximum(gl.max(gl.abs(waves), 1), 1e-30)
+        unit = waves * (1.0 / peak)[:, None]
+        high = unit.to(gl.float16)
+        target = WAVES + (line.to(gl.int64) * 2 * D)[:, None] + dim[None, :]
+        gl.store(target, high, mask=real[:, None])
+        gl.store(target + D, (unit - high.to(gl.float32)).to(gl.float16), mask=real[:, None])
+        shift = peak * scale
+    else:
+        center = gl.load(CENTER + head * D + a_dim)
+        shift = gl.convert_layout(gl.sum(x.to(gl.float32) * center[None, :], 1), gl.SliceLayout(1, mma)) * scale
     gl.store(FACTOR + line * 2 + 1, shift, mask=real)
 
 

@@ -47,7 +47,7 @@ def summary() -> Table:
     for cache, found in report["engines"].items():
         more = found["capacity_tokens"] / report["engines"]["bf16"]["capacity_tokens"]
         milliseconds = (f"{steps[cache, *shape]:.2f}" for shape in HEAD_SHAPES)
-        distances = (f"{klds[name, cache]:.4f}" if cache != "bf16" else "0" for name in QUALITY)
+        distances = (f"{klds[name, cache]:.4f}" if cache != "bf16" else "-" for name in QUALITY)
         yield (quoted(cache), f"{found['capacity_tokens']:,} ({more:.2f}x)", *milliseconds, *distances)
 
 

@@ -19,7 +19,7 @@ from turboquant.rotary import SPAN  # noqa: E402
 PICTURES = HERE / "pictures"
 Table = Iterator[Iterable[str]]
 HEAD_SIZES = (64, 128, 256)
-STOCK_BYTES = {  # of a token and KV head at those head sizes, vLLM 0.33's sources
+STOCK_BYTES = {  # of a token and KV head at those head sizes: vLLM 0.33's sources; its TurboQuant also asked of 0.32
     "bf16": (256, 512, 1024), "`fp8`": (128, 256, 512), "`int4_per_token_head`": (72, 136, 264),
     "`turboquant_k8v4`": (100, 196, 388), "`turboquant_4bit_nc`": (70, 134, 262),
     "`turboquant_k3v4_nc`": (62, 118, 230), "`turboquant_3bit_nc`": (54, 102, 198),

@@ -25,7 +25,7 @@ PORT = "8000"  # that the page names
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120",
 }  # fmt: skip
-START_LIMIT = 180  # seconds
+START_LIMIT = 300  # seconds
 
 
 def commands(text: str) -> list[tuple[str, str]]:

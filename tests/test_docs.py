@@ -363,6 +363,17 @@ def test_pictures_are_drawn(tmp_path):
     assert {path.name for path in make.PICTURES.iterdir()} == {*make.DRAWN, "report.png"}
 
 
+def test_stock_turboquant_has_the_bytes_that_are_named():
+    """The installed vLLM's own sizes; its fp8 and int4 caches have no such class to ask."""
+    stock = pytest.importorskip("vllm.model_executor.layers.quantization.turboquant.config").TurboQuantConfig
+    import make
+
+    named = {name.strip("`"): sizes for name, sizes in make.STOCK_BYTES.items() if "turboquant" in name}
+    for name, sizes in named.items():
+        assert tuple(stock.from_cache_dtype(name, dim).slot_size_aligned for dim in make.HEAD_SIZES) == sizes
+    assert len(named) == 4
+
+
 def test_every_table_has_a_place():
     import make
 

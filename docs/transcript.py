@@ -25,7 +25,8 @@ PORT = "8000"  # that the page names
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120",
 }  # fmt: skip
-START_LIMIT = 300  # seconds
+START_LIMIT, STOP_LIMIT = 300, 60  # seconds
+WITHOUT_COMPILING = " --enforce-eager"  # a minute less until a server answers
 
 
 def commands(text: str) -> list[tuple[str, str]]:
@@ -61,11 +62,19 @@ def serve(command: str, url: str) -> subprocess.Popen[bytes]:
         log.seek(0)
         lines = log.read().splitlines()
     if not answers:
-        server.terminate()
+        stop(server)
         raise RuntimeError("\n".join(["the server did not start:", *lines[-30:]]))
     print("\n".join(line for line in lines if "turboquant" in line and ":" in line))
     print(f"[answers after {time.monotonic() - start:.0f} s]", flush=True)
     return server
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(STOP_LIMIT)
+    except subprocess.TimeoutExpired:
+        server.kill()
 
 
 def wait_for(url: str, server: subprocess.Popen[bytes]) -> bool:
@@ -92,15 +101,14 @@ def main() -> None:
                 for name, value in names.items():
                     command = command.replace(name, value)
                 if kind == "serve":
-                    servers.append(serve(command, f"http://127.0.0.1:{port}/health"))
+                    servers.append(serve(command + WITHOUT_COMPILING, f"http://127.0.0.1:{port}/health"))
                 else:
                     run(command)
         except (subprocess.CalledProcessError, RuntimeError) as error:
             sys.exit(str(error))
         finally:
             for server in servers:
-                server.terminate()
-                server.wait(60)
+                stop(server)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,13 @@ SIZE, DPI = (9.0, 3.4), 150
 
 def page(report: "Report") -> str:
     """HTML of a report."""
+    best = None if report.recommended is None else name_of(report.recommended)
     body = [
         f"<h1>turboquant on {escape(report.model)}</h1>",
         *(f"<p>{escape(line)}</p>" for line in heading(report)),
         f'<div class="verdict">{"<br>".join(escape(line) for line in verdict(report))}</div>',
         "<h2>Answers against the native cache</h2>",
-        table(PRESET_COLUMNS, preset_rows(report), chosen=report.recommended and name_of(report.recommended)),
+        table(PRESET_COLUMNS, preset_rows(report), best),
         image(draw_trials, report, "KL divergence against bytes per token"),
         "<h2>Error of every layer's attention output, relative to the native one</h2>",
         image(draw_layers, report, "error per layer"),

@@ -99,7 +99,7 @@ def main() -> None:
         try:
             for kind, command in commands(arguments.page.read_text()):
                 for name, value in names.items():
-                    command = command.replace(name, value)
+                    command = re.sub(rf"\b{re.escape(name)}\b", value, command)
                 if kind == "serve":
                     servers.append(serve(command + WITHOUT_COMPILING, f"http://127.0.0.1:{port}/health"))
                 else:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 LLAMA = (32, 8, 128)  # query heads, KV heads, head size
 HEADS = [LLAMA, (64, 8, 128), (16, 8, 128), (14, 2, 64), (32, 4, 256)]
 HEAD_SHAPES = [(1, 32768), (16, 32768), (64, 4096)]
@@ -18,7 +19,7 @@ Table = Iterator[Iterable[str]]
 
 
 def results(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def proof() -> Table:
@@ -156,13 +157,28 @@ def quality() -> Table:
         for row in results(name)["rows"]:
             bits = f"{row['bits_per_element']:.2f}, {row['bits_with_window']:.2f}"
             klds = (f"{row[key]:.4f}" for key in ("mean_kld", "p99_kld"))
-            yield (
-                f"{row['model']}, {quoted(row['contender'])}",
-                str(row["context"]),
-                bits,
-                *klds,
-                f"{100 * row['top1']:.1f} %",
-            )
+            head = f"{row['model']}, {quoted(row['contender'])}", str(row["context"])
+            yield (*head, bits, *klds, f"{100 * row['top1']:.1f} %")
+
+
+def fuzz() -> Table:
+    yield ("command", "schedules", "steps", "tokens", "failures", "largest error over its bound")
+    for path in sorted(RESULTS.glob("fuzz-*.json")):
+        found = results(path.stem)
+        counts = (f"{found['done'][name]:,}" for name in ("schedules", "steps", "tokens"))
+        worst = max(found["worst"].values())
+        yield (f"`{found['command']}`", *counts, str(len(found["failures"])), f"{worst:.2f}")
+
+
+def soak() -> Table:
+    yield ("command", "minutes", "requests", "aborted", "preempted", "tokens hit", "KLD, drift", "grown, MiB",
+           "failed checks")  # fmt: skip
+    for path in sorted(RESULTS.glob("soak-*.json")):
+        found = results(path.stem)
+        counts = (f"{found[name]:,}" for name in ("finished", "aborted", "preemptions", "prefix_hit_tokens"))
+        distance = f"{found['mean_kld']:.5f}, {found['kld_drift']:.5f}"
+        grown, failed = f"{found['grown_bytes'] / 2**20:.1f}", ", ".join(found["failed"]) or "none"
+        yield (f"`{found['command']}`", f"{found['seconds'] / 60:.0f}", *counts, distance, grown, failed)
 
 
 def markdown(table: Table) -> str:

@@ -83,6 +83,13 @@ class PeekExtension:
             if x is not None
         }
 
+    def tqtest_bits(self) -> list[str]:
+        """Bits of the compressed layers of the native route, in layer order."""
+        from turboquant.integration import backend
+
+        codecs = [x.impl.codec for x in backend.compressed_layers(self.model_runner.vllm_config).values()]
+        return [f"k{codec.key.bits}v{codec.value.bits}" for codec in codecs]
+
 
 def start(model: str, **options: Any) -> Any:
     """A vllm.LLM on the CPU with small defaults; skips the test where vLLM is missing."""

@@ -33,7 +33,7 @@ LEAK = 64 << 20  # bytes that the processes may grow after the first third
 LIMITS = {"max_model_len": 320, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 14}
 GPU_LIMITS = {
     "max_model_len": 2048, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 320, "max_num_seqs": 32,
-    "dtype": "bfloat16", "enforce_eager": False,
+    "dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.3,
 }  # fmt: skip
 
 

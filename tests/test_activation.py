@@ -51,6 +51,8 @@ def test_enable_no_alloc_reaches_other_processes_and_is_undone():
     assert activation.requested() == config and config.buffer_size == 64
     enable_no_alloc(key_bits=4, value_bits=2)
     assert activation.requested().name == "k4v2"
+    assert enable_no_alloc("auto:3.5") == activation.requested() and activation.requested().auto_bits == 3.5
+    assert enable_no_alloc(layer_bits=[(8, 4)]) == activation.requested()
     activation.disable()
     assert activation.requested() is None
 
@@ -148,7 +150,7 @@ def test_layers_that_share_a_cache_are_served_like_its_owner(monkeypatch):
     from turboquant.integration import backend, compat
     from turboquant.integration.vllm import UnsupportedEngineError
 
-    theirs, its_backend = SimpleNamespace(impl=object()), backend.backend_of(TurboQuantConfig(), 3)
+    theirs, its_backend = SimpleNamespace(impl=object()), backend.backend_of(TurboQuantConfig(), 3, 4)
     ours = SimpleNamespace(impl=object.__new__(backend.TurboQuantImpl), get_attn_backend=lambda: its_backend)
     monkeypatch.setattr(compat, "layer_place", lambda prefix: compat.LayerPlace(3, 12))
     shared, skipping = arguments(kv_sharing_target_layer_name="model.layers.1"), TurboQuantConfig(skip_layers=(3,))

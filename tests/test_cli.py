@@ -379,6 +379,21 @@ def test_plan_prints_a_table(folder):
     assert names == ["30", "7.20", "cache", "bf16", "fp8", "k4v4", "k3v2", "tokens"]
 
 
+def test_plan_says_which_layers_differ(folder):
+    pytest.importorskip("vllm")
+    first = ("--option", "initial_layers_count=2", "--option", "skip_layers=-1")
+    result = run("plan", folder(SMOLLM2), *GPU, "--preset", "k4v4", "--preset", "auto:4", *first)
+    assert "1 stay native with a preset (skip_layers): 29" in result.stdout
+    assert "k4v4: 2 k8v4, 27 k4v4 layers\n" in result.stdout
+    assert "auto:4: the engine chooses the bits of every layer" in result.stdout
+    plain, _, k4v4, auto = json.loads(
+        run("plan", folder(SMOLLM2), *GPU, "--preset", "k4v4", "--preset", "auto:4", *first, "--json").stdout
+    )["caches"]
+    assert k4v4["formats"] == {"k8v4": 2, "k4v4": 27} and auto["formats"] == plain["formats"] == {}
+    numbers, native = 2 * 3 * 64 * 29, 4 * 3 * 64
+    assert 0.95 * 4 <= 8 * (auto["bytes_per_token"] - native) / numbers <= 4
+
+
 def test_plan_warns_where_a_request_does_not_fit(folder):
     pytest.importorskip("vllm")
     result = run("plan", folder(SMOLLM2), "--kv-memory", "64MiB", "--preset", "k4v4")
@@ -401,6 +416,9 @@ PLAN_REFUSALS = [
     (SMOLLM2, (*GPU, "--option", "buffer_size=few"), ["buffer_size='few'", "integer"]),
     (SMOLLM2, (*GPU, "--option", "buffer_size=-1"), ["buffer_size=-1", "at least 0"]),
     (SMOLLM2, (*GPU, "--option", "skip_layers=a"), ["skip_layers='a'", "commas"]),
+    (SMOLLM2, (*GPU, "--preset", "auto:many"), ["'auto:many'", "2 to 8"]),
+    (SMOLLM2, (*GPU, "--preset", "auto:2"), ["auto_bits=2", "2.25 to 6.25"]),
+    (SMOLLM2, (*GPU, "--preset", "auto:7"), ["auto_bits=7", "2.25 to 6.25"]),
     (SMOLLM2, (*GPU, "--option", "ring_share=much"), ["ring_share='much'", "number"]),
     (SMOLLM2, (*GPU, "--utilization", "1.5"), ["--utilization '1.5'", "at most 1"]),
     (SMOLLM2, (*GPU, "--utilization", "nan"), ["--utilization 'nan'"]),
@@ -455,6 +473,7 @@ def test_sizes(text, size):
 
 def test_values_have_the_types_of_the_options():
     assert parse_value("skip_layers", "[0, -1]") == parse_value("skip_layers", "0,-1") == (0, -1)
+    assert parse_value("layer_bits", "8/4,4/4") == ((8, 4), (4, 4))
     assert (
         parse_value("ring_share", "0.5") == 0.5 and parse_value("calibration", "a=b.safetensors") == "a=b.safetensors"
     )
@@ -500,14 +519,30 @@ MODELS = [
         SMOLLM2 | {"layer_types": ["chunked_attention", "full_attention"] * 15, "attention_chunk_size": 64},
         (), "15 of 30", "chunked attention: 0, 2",
     ),
+    (
+        SMOLLM2, ("--option", "initial_layers_count=2", "--option", "skip_layers=29"),
+        "29 of 30 compressed with k4v4 (2 k8v4, 27 k4v4)", "skip_layers: 29",
+    ),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "arguments", "compressed", "native"), MODELS, ids=["hybrid", "skipped", "chunked"])
+@pytest.mark.parametrize(
+    ("config", "arguments", "compressed", "native"), MODELS, ids=["hybrid", "skipped", "chunked", "mixed"]
+)
 def test_doctor_says_what_happens_to_layers(folder, config, arguments, compressed, native):
     status, checks = examined(folder(config), *arguments)
     details = " | ".join(detail for _, detail in checks["layers"])
     assert status == 0 and compressed in details and native in details
+
+
+def test_doctor_knows_what_an_engine_will_choose(folder):
+    assert examined(folder(SMOLLM2), "--preset", "auto:4")[1]["bits"] == [
+        ("ok", "4 on average, by what is measured when the engine starts")
+    ]
+    status, checks = examined(folder(SMOLLM2), "--preset", "auto:7")
+    assert status == 1 and checks["bits"][0][0] == "fail" and "2.25 to 6.25" in checks["bits"][0][1]
+    status, checks = examined(folder(GRANITE), "--preset", "auto:4")
+    assert status == 1 and "recurrent layers" in checks["bits"][0][1]
 
 
 def test_doctor_says_that_biased_keys_are_calibrated(folder):

@@ -77,6 +77,15 @@ REFUSED = [
     ({"value_group": 2.5}, ["value_group=2.5"]),
     ({"scale_candidates": 2.5}, ["scale_candidates=2.5"]),
     ({"key_bits": 4.0}, ["key_bits=4.0"]),
+    ({"layer_bits": [4, 4]}, ["layer_bits=[4, 4]", "pairs", "[[8, 4], [4, 4]]"]),
+    ({"layer_bits": [[4, 4], [5, 4]]}, ["layer 1", "5 and 4", "(2, 3, 4, 8)"]),
+    ({"layer_bits": [[8, 8]]}, ["layer 0", "8 and 8", "'lloyd'", "(2, 3, 4)"]),
+    ({"layer_bits": 4}, ["layer_bits=4"]),
+    ({"auto_bits": 1}, ["auto_bits=1", "2 to 8"]),
+    ({"auto_bits": 8.5}, ["auto_bits=8.5", "2 to 8"]),
+    ({"auto_bits": float("nan")}, ["auto_bits=nan", "2 to 8"]),
+    ({"auto_bits": True}, ["auto_bits=True", "number"]),
+    ({"auto_bits": "4"}, ["auto_bits='4'", "number"]),
 ]
 
 
@@ -95,6 +104,22 @@ def test_unknown_option_and_preset():
         TurboQuantConfig.from_options("k4v5")
 
 
+def test_a_budget_instead_of_bits():
+    config = TurboQuantConfig.from_options("auto:3.5", buffer_size=64)
+    assert (config.auto_bits, config.name, config.buffer_size) == (3.5, "auto:3.5", 64)
+    assert config == TurboQuantConfig.from_options(auto_bits=3.5, buffer_size=64)
+    with pytest.raises(ValueError, match=r"'auto:many' needs a number of 2 to 8"):
+        TurboQuantConfig.from_options("auto:many")
+    with pytest.raises(ValueError, match=r"unknown preset 'auto'; allowed: k8v4.*auto:BITS"):
+        TurboQuantConfig.from_options("auto")
+
+
+@pytest.mark.parametrize("options", [{"key_bits": 8}, {"value_bits": 2}, {"layer_bits": [[4, 4]]}])
+def test_bits_beside_a_budget_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.*auto_bits chooses it"):
+        TurboQuantConfig.from_options("auto:4", **options)
+
+
 @pytest.mark.parametrize("options", [
     {"key_bits": bits, "value_bits": value, "key_quantizer": key, "value_quantizer": quantizer}
     for bits in (2, 3, 4, 8) for key in ("mse", "prod") for quantizer in ("lloyd", "group") for value in (2, 4)
@@ -109,6 +134,22 @@ def test_layer_key_bits():
     config = TurboQuantConfig(key_bits=3, initial_layers_count=2)
     assert [config.layer_key_bits(i) for i in range(4)] == [8, 8, 3, 3]
     assert TurboQuantConfig(key_bits=3).layer_key_bits(0) == 3
+
+
+def test_bits_of_single_layers():
+    config = TurboQuantConfig(key_bits=3, layer_bits=[[8, 4], [2, 2]])
+    assert [(config.layer_key_bits(i), config.layer_value_bits(i)) for i in range(3)] == [(8, 4), (2, 2), (3, 4)]
+    assert config.formats(range(4)) == {"k8v4": 1, "k2v2": 1, "k3v4": 2}
+    assert hash(config) == hash(TurboQuantConfig(key_bits=3, layer_bits=((8, 4), (2, 2))))
+    for index, bits in enumerate([(8, 4), (2, 2), (3, 4)]):
+        codec = KVCodec.build(config, index, 1, 64)
+        assert (codec.key.bits, codec.value.bits) == bits
+
+
+def test_uniform_bits_are_those_of_every_layer():
+    config = TurboQuantConfig(key_quantizer="prod", layer_bits=[[8, 4]], initial_layers_count=1, buffer_size=7)
+    assert config.uniform(2, 3) == TurboQuantConfig(2, 3, key_quantizer="prod", buffer_size=7)
+    assert config.uniform(8, 4).key_quantizer == "mse"
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,14 @@ def test_layers_that_share_a_cache(gemma3n):
     assert [o.token_ids[0] for o in outputs[short]] == [o.token_ids[0] for o in native[short]]
 
 
+def test_layers_with_windows_get_the_same_bits(gemma3n):
+    """Beside full attention, where vLLM pads all pages to the largest."""
+    limits = {"skip_tokenizer_init": True, "max_num_batched_tokens": 64, "gpu_memory_utilization": 0.5}
+    outputs, stats, _ = run(gemma3n, "auto:4.9", numbers, **limits)
+    assert stats["formats"] == {"k4v4": 5} and stats["preset"] == "auto:4.9"
+    assert all(len(output.token_ids) == 8 for output in outputs)
+
+
 # ---- attention beside recurrent layers -------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def lfm2(tmp_path_factory):

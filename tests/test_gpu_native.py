@@ -40,6 +40,7 @@ CASES = {
     "v2-eager": case(runner="1", **EAGER),
     "v2-graphs": case(runner="1", **GRAPH),
     "k3v2-graphs": case(preset="k3v2", **GRAPH),
+    "auto-graphs": case(preset="auto:4.5", **GRAPH),
     "ngram-graphs": case(**GRAPH, **NGRAM),
     "full pool": case(**EAGER, **BUSY),
     "sleep": case(sleep=True, **GRAPH, enable_sleep_mode=True),
@@ -50,6 +51,7 @@ CASES = {
 }
 if torch.cuda.device_count() > 1:
     CASES |= {"native, two devices": case(preset=None, **GRAPH, **PAIR), "two devices": case(**GRAPH, **PAIR)}
+    CASES |= {"auto, two devices": case(preset="auto:4.5", **GRAPH, **PAIR)}
 ONE_DEVICE = {"native, two devices": "native", "two devices": "v1-graphs"}
 OURS = [name for name, made in CASES.items() if made["preset"]]
 

@@ -228,11 +228,11 @@ def make_layer(codec):
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
-@pytest.mark.parametrize("sketched", [False, True])
+@pytest.mark.parametrize("operands", [0, 1, 2])
 @pytest.mark.parametrize("hopper", [False, True])
-def test_tiles_stay_within_their_room(dim, sketched, hopper):
-    """A tile is no larger than the rows need, and neither are its operands."""
+def test_tiles_stay_within_their_room(dim, operands, hopper):
+    """A tile is no larger than the rows need, and neither are its operands; Triton knows powers of two only."""
     for rows in (1, 16, 17, 64, 1000):
-        tile = history.choose_tile(rows, dim, sketched, hopper)
-        assert 16 <= tile.rows <= max(16, 2 * rows)
+        tile = history.choose_tile(rows, dim, operands, hopper)
+        assert 16 <= tile.rows <= max(16, 2 * rows) and tile.rows.bit_count() == 1
         assert tile.rows == 16 or tile.rows * dim <= (8192 if hopper else 4096)

@@ -172,7 +172,8 @@ def key_quantizer(config: TurboQuantConfig, layer_index: int, head_dim: int) -> 
 
 def value_quantizer(config: TurboQuantConfig, layer_index: int, head_dim: int) -> Quantizer:
     """Value quantiser of a layer."""
+    bits = config.layer_value_bits(layer_index)
     if config.value_quantizer == "group":
-        return GroupQuantizer(head_dim, config.value_bits, math.gcd(config.value_group, head_dim))
+        return GroupQuantizer(head_dim, bits, math.gcd(config.value_group, head_dim))
     rotation = layer_rotation(config, layer_index, head_dim, VALUE_STREAM)
-    return TurboQuantMSE(head_dim, config.value_bits, rotation, config.scale_candidates)
+    return TurboQuantMSE(head_dim, bits, rotation, config.scale_candidates)

@@ -1,6 +1,7 @@
 """What to compress and how: presets, the configuration, and the mode table."""
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -26,6 +27,8 @@ PRESETS: dict[str, dict[str, int]] = {
     "k2v2": {"key_bits": 2, "value_bits": 2},
 }
 DEFAULT_PRESET = "k4v4"
+AUTO = "auto:"  # before the average bits of a number: preset "auto:3.5"
+AUTO_BITS = (2, 8)  # what an average can be
 
 
 class Mode(StrEnum):
@@ -78,6 +81,35 @@ def choice_error(what: str, value: object, allowed: Iterable[object]) -> ValueEr
     return ValueError(f"unknown {what} {str(value)!r}; allowed: {', '.join(names)}{hint}")
 
 
+def format_name(key_bits: int, value_bits: int) -> str:
+    return f"k{key_bits}v{value_bits}"
+
+
+def mixture(formats: dict[str, int]) -> str:
+    """{"k8v4": 2, "k4v4": 28} -> "2 k8v4, 28 k4v4" """
+    return ", ".join(f"{count} {name}" for name, count in formats.items())
+
+
+def is_preset(name: object) -> bool:
+    """Whether this can be the name of a preset; `preset_options` checks the rest."""
+    return isinstance(name, str) and (name in PRESETS or name.startswith(AUTO))
+
+
+def preset_options(name: object) -> dict[str, Any]:
+    """Options that a preset stands for; ValueError for a name that is none."""
+    if not is_preset(name):
+        raise choice_error("preset", name, (*PRESETS, f"{AUTO}BITS"))
+    return PRESETS[str(name)] if name in PRESETS else {"auto_bits": parse_average(str(name).removeprefix(AUTO))}
+
+
+def parse_average(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        least, most = AUTO_BITS
+        raise ValueError(f"preset '{AUTO}{text}' needs a number of {least} to {most} after {AUTO!r}") from None
+
+
 def parse_mode(mode: "Mode | str") -> Mode:
     """Mode from its name or an old name; ValueError otherwise."""
     name = str(mode).lower()
@@ -86,6 +118,10 @@ def parse_mode(mode: "Mode | str") -> Mode:
     if name not in set(Mode):
         raise choice_error("mode", mode, Mode)
     return Mode(name)
+
+
+def is_pair(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_int, value))
 
 
 MOST_CANDIDATES = 99  # more pre-scales than that gain nothing
@@ -100,7 +136,10 @@ class TurboQuantConfig:
     ring_share: upper bound of the exact ring's memory, as a share of the native KV cache.
     scale_candidates: pre-scales that the encoder tries per row (odd); the decoder does not depend on it.
     skip_layers: indices of attention layers that stay native; negative ones count from the last.
-    initial_layers_count, initial_layers_key_bits: so many first layers get this key width instead.
+    layer_bits: (key bits, value bits) of the first layers; those beyond have key_bits and value_bits.
+    auto_bits: average bits per number of keys and values, scalars included, under which an engine chooses the bits of
+        every layer by what they cost (`turboquant.allocation`); 0 for not at all.  The choice is put into layer_bits.
+    initial_layers_count, initial_layers_key_bits: so many first layers get this key width, whatever else is said.
     value_group: coordinates per group of "group" values; reduced to a divisor of the head size where it is none.
     shadow_interval: in capture_only, score every n-th step both ways and record the error; 0 for never.
     calibration: file with key transforms (`turboquant.calibrate`); "" calibrates when the engine starts, on the native
@@ -119,6 +158,8 @@ class TurboQuantConfig:
     sink_size: int = 16
     ring_share: float = 0.25
     skip_layers: tuple[int, ...] = ()
+    layer_bits: tuple[tuple[int, int], ...] = ()
+    auto_bits: float = 0.0
     initial_layers_count: int = 0
     initial_layers_key_bits: int = 8
     shadow_interval: int = 0
@@ -129,6 +170,7 @@ class TurboQuantConfig:
             raise ValueError(f"skip_layers={self.skip_layers!r} must be a list of integers, such as [0, -1]")
         object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
         self._check_codec()
+        self._check_layer_bits()
         self._check_sizes()
 
     def _check_codec(self) -> None:
@@ -146,6 +188,23 @@ class TurboQuantConfig:
             raise ValueError(f"value_bits={self.value_bits!r} with {self.value_quantizer!r} values; allowed: {allowed}")
         if self.rotation not in ROTATIONS:
             raise choice_error("rotation", self.rotation, ROTATIONS)
+
+    def _check_layer_bits(self) -> None:
+        values = VALUE_BITS[self.value_quantizer]
+        if not isinstance(self.layer_bits, list | tuple) or not all(map(is_pair, self.layer_bits)):
+            raise ValueError(f"layer_bits={self.layer_bits!r} must be pairs of key and value bits: [[8, 4], [4, 4]]")
+        for layer, (key, value) in enumerate(self.layer_bits):
+            if key not in KEY_BITS or value not in values:
+                raise ValueError(
+                    f"layer_bits gives layer {layer} {key} and {value} bits; allowed: {KEY_BITS} for keys, "
+                    f"{values} for {self.value_quantizer!r} values"
+                )
+        object.__setattr__(self, "layer_bits", tuple(map(tuple, self.layer_bits)))
+        least, most = AUTO_BITS
+        if isinstance(self.auto_bits, bool) or not isinstance(self.auto_bits, int | float):
+            raise ValueError(f"auto_bits={self.auto_bits!r} must be a number of {least} to {most}, or 0")
+        if self.auto_bits and not least <= self.auto_bits <= most:
+            raise ValueError(f"auto_bits={self.auto_bits:g} must be {least} to {most}, or 0")
 
     def _check_sizes(self) -> None:
         if not isinstance(self.calibration, str):
@@ -168,14 +227,19 @@ class TurboQuantConfig:
         for name in options:
             if name not in known:
                 raise choice_error("option", name, known)
-        if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
-            raise choice_error("preset", preset, PRESETS)
+        given = preset_options(DEFAULT_PRESET if preset is None else preset)
         chosen = {name: value for name, value in options.items() if value is not None}
-        return cls(**{**PRESETS[preset or DEFAULT_PRESET], **chosen})
+        options = {**given, **chosen}
+        for name in ("key_bits", "value_bits", "layer_bits"):
+            if name in chosen and options.get("auto_bits"):
+                raise ValueError(f"{name}={chosen[name]!r} was given, but auto_bits chooses it; leave out one")
+        return cls(**options)
 
     @property
     def name(self) -> str:
-        return f"k{self.key_bits}v{self.value_bits}"
+        if self.auto_bits:
+            return f"{AUTO}{self.auto_bits:g}"
+        return format_name(self.key_bits, self.value_bits)
 
     @property
     def calibration_file(self) -> str | None:
@@ -183,7 +247,31 @@ class TurboQuantConfig:
 
     def layer_key_bits(self, index: int) -> int:
         """Key bits of the attention layer with this index (0 is the first)."""
-        return self.initial_layers_key_bits if index < self.initial_layers_count else self.key_bits
+        return self.initial_layers_key_bits if index < self.initial_layers_count else self._bits(index)[0]
+
+    def layer_value_bits(self, index: int) -> int:
+        """Value bits of the attention layer with this index."""
+        return self._bits(index)[1]
+
+    def _bits(self, index: int) -> tuple[int, int]:
+        return self.layer_bits[index] if index < len(self.layer_bits) else (self.key_bits, self.value_bits)
+
+    def check_chosen(self) -> None:
+        """ValueError where the bits are left to an engine of vLLM, for caches outside of one."""
+        if self.auto_bits and not self.layer_bits:
+            raise ValueError(f"auto_bits={self.auto_bits:g} needs vLLM to choose the bits; give layer_bits instead")
+
+    def formats(self, indices: Iterable[int]) -> dict[str, int]:
+        """How many of the attention layers with these indices have which bits: {"k8v4": 2, "k4v4": 28}."""
+        return dict(Counter(format_name(self.layer_key_bits(i), self.layer_value_bits(i)) for i in indices))
+
+    def uniform(self, key_bits: int, value_bits: int) -> "TurboQuantConfig":
+        """The same with these bits in every layer."""
+        quantizer = "mse" if key_bits == 8 else self.key_quantizer  # fp8 keys have none
+        return replace(
+            self, key_bits=key_bits, value_bits=value_bits, key_quantizer=quantizer, layer_bits=(), auto_bits=0.0,
+            initial_layers_count=0,
+        )  # fmt: skip
 
     def skips(self, index: int, num_layers: int) -> bool:
         """Whether the attention layer with this index stays native."""

@@ -35,6 +35,7 @@ class TurboQuantKVCache:
         for name, size in {**sizes, "block_size": block_size}.items():
             check_int(name, size, least=1)
         config = TurboQuantConfig() if config is None else config
+        config.check_chosen()
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.max_tokens, self.batch_size, self.length = max_tokens, batch_size, 0
         per_sequence = -(-max_tokens // block_size)

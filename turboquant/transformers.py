@@ -169,6 +169,7 @@ class TurboQuantCache(DynamicCache):
     ):
         super().__init__(config=config)
         chosen, found = TurboQuantConfig.from_options(preset, **options), transforms or {}
+        chosen.check_chosen()
         for index, layer in enumerate(self.layers):
             if type(layer) is DynamicLayer and not chosen.skips(index, len(self.layers)):
                 self.layers[index] = TurboQuantLayer(chosen, index, found.get(index))

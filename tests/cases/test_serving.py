@@ -274,7 +274,7 @@ def test_s12_what_is_allocated_is_what_is_viewed(head_size):
 
     for name, preset in PRESETS.items():
         token = head_size * (preset["key_bits"] + preset["value_bits"]) // 8 + 4
-        backend = backend_of(TurboQuantConfig.from_options(name), preset["key_bits"])
+        backend = backend_of(TurboQuantConfig.from_options(name), **preset)
         shape = backend.get_kv_cache_shape(3, 32, 8, head_size)
         store = CompressedBlockStore(build_codec(8, head_size, **preset), 3, 8, 32)
         assert backend.token_bytes(head_size) == token and math.prod(shape) == store.nbytes == 3 * 32 * 8 * token

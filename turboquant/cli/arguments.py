@@ -69,8 +69,14 @@ def parse_value(name: str, text: str) -> Any:
     kind: Any = type(defaults[name])
     try:
         if kind is tuple:
-            return tuple(int(part) for part in text.strip("()[] ").split(",") if part.strip())
+            return tuple(parse_part(part) for part in text.strip("()[] ").split(",") if part.strip())
         return kind(text)
     except ValueError:
-        wanted = {tuple: "integers with commas between them", int: "an integer", float: "a number"}[kind]
+        wanted = {tuple: "integers, or pairs such as 8/4, with commas", int: "an integer", float: "a number"}[kind]
         raise ValueError(f"option {name}={text!r} must be {wanted}") from None
+
+
+def parse_part(text: str) -> int | tuple[int, ...]:
+    """An integer, or those of a pair such as 8/4."""
+    numbers = tuple(int(number) for number in text.split("/"))
+    return numbers if len(numbers) > 1 else numbers[0]

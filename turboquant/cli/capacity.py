@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 
+from turboquant.allocation import LayerDamage, allocate
 from turboquant.capture import ExactRing, RingData
 from turboquant.cli.memory import step_bytes, weight_bytes
 from turboquant.cli.model import Layer, Model, native_reason
@@ -57,12 +58,14 @@ class Engine:
 class CachePlan:
     """One cache on one GPU.
 
-    bytes_per_token: of all attention layers; exact_bytes: the ring of exact tokens; table_bytes: codecs and the ring's
-    tables; kv_bytes: for blocks; blocks: vLLM's num_gpu_blocks; tokens: vLLM's "KV cache size", for requests of the
-    full length; concurrency: so many such requests at once.
+    formats: compressed layers by their bits, none where an engine chooses them; bytes_per_token: of all attention
+    layers; exact_bytes: the ring of exact tokens; table_bytes: codecs and the ring's tables; kv_bytes: for blocks;
+    blocks: vLLM's num_gpu_blocks; tokens: vLLM's "KV cache size", for requests of the full length; concurrency: so many
+    such requests at once.
     """
 
     cache: str
+    formats: dict[str, int]
     bytes_per_token: int
     exact_bytes: int
     table_bytes: int
@@ -98,16 +101,31 @@ def plan_native(model: Model, engine: Engine, name: str) -> CachePlan:
 def plan_compressed(model: Model, engine: Engine, name: str, config: TurboQuantConfig) -> CachePlan:
     """The native route's cache: compressed pages, with exact tokens and tables beside them."""
     ours = [layer for layer in model.owners if native_reason(layer, model, config) is None]
+    formats = {} if config.auto_bits else config.formats(layer.index for layer in ours)
+    config = planned(config, model, ours)
     tokens = {x: compressed_bytes(x, config) if x in ours else plain_bytes(x) for x in model.owners}
     asked = engine.block_size or PREFERRED_BLOCK
     host, layout = host_of(model, engine, asked), layout_of(tokens, asked)
     memories = {layer: plan_memory(config, host, plain_bytes(layer)) for layer in ours}
     exact = sum(exact_bytes(layer, memory) for layer, memory in memories.items())
-    codecs = sum(codec_bytes(config, config.layer_key_bits(x.index), x.num_kv_heads, x.head_dim) for x in ours)
+    codecs = sum(codec_bytes(config, *bits_of(x, config), x.num_kv_heads, x.head_dim) for x in ours)
     plan = fill(name, engine, layout, exact, codecs)
     smallest = min(memories.values(), key=lambda memory: memory.ring_tokens, default=LayerMemory(0, 0, 0))
     rings = layout.pool.groups_of({tokens[layer] for layer in ours}) if ours else 0
-    return replace(plan, table_bytes=codecs + rings * ring_table_bytes(smallest, plan.blocks, layout.block_size))
+    tables = codecs + rings * ring_table_bytes(smallest, plan.blocks, layout.block_size)
+    return replace(plan, formats=formats, table_bytes=tables)
+
+
+def planned(config: TurboQuantConfig, model: Model, ours: list[Layer]) -> TurboQuantConfig:
+    """With bits for `auto_bits`, as if all layers cost the same: an engine measures what they do.
+
+    ValueError if the model's layers cannot have so few, or so many.
+    """
+    if not config.auto_bits:
+        return config
+    alike = len({(layer.kind, layer.window) for layer in model.owners}) > 1
+    layers = [LayerDamage(layer.index, layer.num_kv_heads, layer.head_dim, 1.0, 1.0) for layer in ours]
+    return allocate(config, layers, alike)
 
 
 @dataclass(frozen=True)
@@ -135,7 +153,7 @@ def fill(name: str, engine: Engine, layout: Layout, exact: int, tables: int) -> 
     blocks = layout.pool.blocks(kv_bytes)
     concurrency = blocks / layout.pool.blocks_of_request(length, CONCURRENT_BATCHES * engine.limits.tokens)
     return CachePlan(
-        name, layout.bytes_per_token, exact, tables, kv_bytes, layout.block_size, blocks, int(concurrency * length),
+        name, {}, layout.bytes_per_token, exact, tables, kv_bytes, layout.block_size, blocks, int(concurrency * length),
         round(concurrency, 3),
     )  # fmt: skip
 
@@ -160,8 +178,12 @@ def plain_bytes(layer: Layer, itemsize: int = EXACT_DTYPE.itemsize) -> int:
 
 def compressed_bytes(layer: Layer, config: TurboQuantConfig) -> int:
     """Bytes of a token in compressed pages, as vLLM's scheduler counts them."""
-    backend = backend_of(config, config.layer_key_bits(layer.index))
+    backend = backend_of(config, *bits_of(layer, config))
     return layer.num_kv_heads * backend.token_bytes(layer.head_dim)
+
+
+def bits_of(layer: Layer, config: TurboQuantConfig) -> tuple[int, int]:
+    return config.layer_key_bits(layer.index), config.layer_value_bits(layer.index)
 
 
 def exact_bytes(layer: Layer, memory: LayerMemory) -> int:
@@ -176,7 +198,6 @@ def ring_table_bytes(memory: LayerMemory, blocks: int, block_size: int) -> int:
 
 
 @cache
-def codec_bytes(config: TurboQuantConfig, key_bits: int, num_kv_heads: int, head_dim: int) -> int:
+def codec_bytes(config: TurboQuantConfig, key_bits: int, value_bits: int, num_kv_heads: int, head_dim: int) -> int:
     """Bytes of a layer's codec; the same for all layers with these sizes."""
-    first = replace(config, initial_layers_count=1, initial_layers_key_bits=key_bits)
-    return KVCodec.build(first, 0, num_kv_heads, head_dim).nbytes
+    return KVCodec.build(config.uniform(key_bits, value_bits), 0, num_kv_heads, head_dim).nbytes

@@ -14,7 +14,7 @@ import typer
 from turboquant.cli.arguments import Json, Options, config_from
 from turboquant.cli.output import FAILED, print_json, quiet_vllm, ranges, refusing
 from turboquant.cli.serve import server_command
-from turboquant.config import NO_CALIBRATION, TurboQuantConfig
+from turboquant.config import NO_CALIBRATION, TurboQuantConfig, mixture
 from turboquant.progress import working
 
 if TYPE_CHECKING:
@@ -213,9 +213,27 @@ def check_model(model: "Model", config: TurboQuantConfig) -> list[Finding]:
 
     findings = [Finding("fail", "model", said) for said in objections(model)]
     findings += check_layers(model, config)
+    if config.auto_bits:
+        findings.append(check_bits(model, config))
     if has_key_biases(model):
         findings.append(check_calibration(config))
     return findings
+
+
+def check_bits(model: "Model", config: TurboQuantConfig) -> Finding:
+    """Of a preset that leaves the bits of every layer to the engine."""
+    from turboquant.cli.capacity import planned
+    from turboquant.cli.model import native_reason
+
+    ours = [layer for layer in model.owners if native_reason(layer, model, config) is None]
+    if not config.calibration_file and not all(layer.is_attention for layer in model.layers):
+        return Finding("fail", "bits", "an engine cannot measure what they cost beside recurrent layers")
+    try:
+        planned(config, model, ours)
+    except ValueError as error:
+        return Finding("fail", "bits", str(error))
+    source = config.calibration_file or "what is measured when the engine starts"
+    return Finding("ok", "bits", f"{config.auto_bits:g} on average, by {source}")
 
 
 def check_calibration(config: TurboQuantConfig) -> Finding:
@@ -235,5 +253,7 @@ def check_layers(model: "Model", config: TurboQuantConfig) -> list[Finding]:
     findings = [Finding("ok", "layers", f"native, {reason}: {ranges(found)}") for reason, found in reasons.items()]
     if not ours:
         return [*findings, Finding("fail", "layers", "none would be compressed")]
-    first = Finding("ok", "layers", f"{len(ours)} of {model.num_layers} compressed with {config.name}: {ranges(ours)}")
-    return [first, *findings]
+    formats = config.formats(ours)
+    mixed = f" ({mixture(formats)})" if len(formats) > 1 else ""
+    what = f"{len(ours)} of {model.num_layers} compressed with {config.name}{mixed}: {ranges(ours)}"
+    return [Finding("ok", "layers", what), *findings]

@@ -9,7 +9,7 @@ import typer
 
 from turboquant.cli.arguments import COUNT, SHARE, Json, Options, config_from, parse_count, parse_share, parse_size
 from turboquant.cli.output import MIB, print_json, print_table, quiet_vllm, ranges, refusing, size
-from turboquant.config import PRESETS, TurboQuantConfig
+from turboquant.config import PRESETS, TurboQuantConfig, mixture
 from turboquant.progress import working
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def plan(
     with working("asking vLLM"):
         engine = engine_of(model, limits, gpu_memory, kv_memory, utilization, ranks, block)
         plans = plan_all(model, engine, configs)
-    show(model, engine, plans, next(iter(configs.values())), as_json)
+    show(model, engine, plans, configs, as_json)
 
 
 def read_plannable(folder: Path, tensor_parallel: int) -> "Model":
@@ -103,8 +103,10 @@ def plan_all(model: "Model", engine: "Engine", configs: dict[str, TurboQuantConf
 
 
 # ---- output ----------------------------------------------------------------------------------------------------
-def show(model: "Model", engine: "Engine", plans: "list[CachePlan]", config: TurboQuantConfig, as_json: bool) -> None:
-    skipped = native_layers(model, config)
+def show(
+    model: "Model", engine: "Engine", plans: "list[CachePlan]", configs: dict[str, TurboQuantConfig], as_json: bool
+) -> None:
+    skipped = native_layers(model, next(iter(configs.values())))
     if as_json:
         caches = [asdict(plan) | {"requests": plan.requests} for plan in plans]
         print_json(
@@ -114,7 +116,7 @@ def show(model: "Model", engine: "Engine", plans: "list[CachePlan]", config: Tur
     for line in heading(model, engine, skipped):
         typer.echo(line)
     print_table(COLUMNS, [row_of(plan, plans[0]) for plan in plans])
-    for line in remarks(engine, plans):
+    for line in [*bits_of_layers(configs, plans), *remarks(engine, plans)]:
         typer.echo(line)
 
 
@@ -148,6 +150,15 @@ def row_of(plan: "CachePlan", native: "CachePlan") -> tuple[str, ...]:
         plan.cache, f"{plan.bytes_per_token:,}", f"{smaller:.2f}x", *beside, str(plan.block_size), f"{plan.blocks:,}",
         f"{plan.tokens:,}", f"{plan.requests:,}",
     )  # fmt: skip
+
+
+def bits_of_layers(configs: dict[str, TurboQuantConfig], plans: "list[CachePlan]") -> Iterable[str]:
+    """Of presets whose layers differ."""
+    for plan in plans:
+        if len(plan.formats) > 1:
+            yield f"{plan.cache}: {mixture(plan.formats)} layers"
+        elif plan.cache in configs and configs[plan.cache].auto_bits:
+            yield f"{plan.cache}: the engine chooses the bits of every layer when it starts, within these bytes"
 
 
 def remarks(engine: "Engine", plans: "list[CachePlan]") -> Iterable[str]:

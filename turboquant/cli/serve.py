@@ -12,14 +12,14 @@ import typer
 
 from turboquant.cli.arguments import Options, parse_options
 from turboquant.cli.output import FAILED, refusing
-from turboquant.config import DEFAULT_PRESET, PRESETS
+from turboquant.config import AUTO, DEFAULT_PRESET, PRESETS
 
 
 @refusing
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model, as vLLM takes it; before all other arguments.")],
-    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = DEFAULT_PRESET,
+    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}, {AUTO}BITS.")] = DEFAULT_PRESET,
     option: Options = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command instead of running it.")] = False,
 ) -> None:

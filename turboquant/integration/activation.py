@@ -11,7 +11,7 @@ import json
 import os
 from typing import Any
 
-from turboquant.config import PRESETS, TurboQuantConfig, choice_error
+from turboquant.config import AUTO, DEFAULT_PRESET, PRESETS, TurboQuantConfig, choice_error
 
 PRESET, OPTIONS = "TURBOQUANT", "TURBOQUANT_OPTIONS"
 METRICS_FOLDER = "TURBOQUANT_METRICS_FOLDER"  # set by us for the processes of an engine (`telemetry`)
@@ -61,7 +61,9 @@ def from_entry(entry: object) -> TurboQuantConfig:
     if isinstance(entry, str):
         entry = {"preset": entry}
     if not isinstance(entry, dict):
-        raise ValueError(f"turboquant={entry!r} must be a preset ({', '.join(PRESETS)}) or an object of options")
+        raise ValueError(
+            f"turboquant={entry!r} must be a preset ({', '.join(PRESETS)}, {AUTO}BITS) or an object of options"
+        )
     return TurboQuantConfig.from_options(**{"ring_share": RING_SHARE, **entry})
 
 
@@ -69,7 +71,7 @@ def enable(preset: str | None = None, **options: Any) -> TurboQuantConfig:
     """Ask for the native route in this process and in those that it starts."""
     config = from_entry({"preset": preset, **options})
     text = json.dumps(options)  # fails before anything is set
-    os.environ[PRESET], os.environ[OPTIONS] = preset or config.name, text
+    os.environ[PRESET], os.environ[OPTIONS] = preset or DEFAULT_PRESET, text
     return config
 
 

@@ -7,6 +7,7 @@ step waits for the device, and what a captured CUDA graph reads lies in memory t
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,12 +24,13 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+from turboquant.allocation import LayerDamage, allocate
 from turboquant.batch import AttentionBatch
 from turboquant.calibration import LayerTransforms, of_layer
 from turboquant.capture import ExactRing, ExactWindow, LayerCache, RingData, StepPlan, exact_blocks
 from turboquant.codec import KeyTransform, KVCodec, rotary_bytes
-from turboquant.config import NO_CALIBRATION, TurboQuantConfig
-from turboquant.integration import compat, selfcalibration, telemetry
+from turboquant.config import NO_CALIBRATION, TurboQuantConfig, format_name, mixture
+from turboquant.integration import compat, selfcalibration, sensitivity, telemetry
 from turboquant.integration.calibration_file import load_transforms
 from turboquant.integration.rehearsal import distinct_steps, largest_steps, rehearse, rehearse_plan
 from turboquant.integration.vllm import UnsupportedEngineError
@@ -51,6 +53,7 @@ class TurboQuantBackend(AttentionBackend):
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
     config: TurboQuantConfig
     key_bits: int
+    value_bits: int
 
     @staticmethod
     def get_name() -> str:
@@ -89,7 +92,7 @@ class TurboQuantBackend(AttentionBackend):
 
     @classmethod
     def page_format(cls, head_dim: int, block_size: int) -> PageFormat:
-        return page_format(cls.config, cls.key_bits, head_dim, block_size)
+        return page_format(cls.config, cls.key_bits, cls.value_bits, head_dim, block_size)
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -110,15 +113,15 @@ class TurboQuantBackend(AttentionBackend):
 
 
 @cache
-def page_format(config: TurboQuantConfig, key_bits: int, head_dim: int, block_size: int) -> PageFormat:
-    first = replace(config, initial_layers_count=1, initial_layers_key_bits=key_bits)
-    return KVCodec.build(first, 0, 1, head_dim).page_format(block_size)
+def page_format(config: TurboQuantConfig, key_bits: int, value_bits: int, head_dim: int, block_size: int) -> PageFormat:
+    return KVCodec.build(config.uniform(key_bits, value_bits), 0, 1, head_dim).page_format(block_size)
 
 
 @cache
-def backend_of(config: TurboQuantConfig, key_bits: int) -> type[TurboQuantBackend]:
+def backend_of(config: TurboQuantConfig, key_bits: int, value_bits: int) -> type[TurboQuantBackend]:
     """The backend of layers with a page format."""
-    return type(f"TurboQuantBackend_k{key_bits}", (TurboQuantBackend,), {"config": config, "key_bits": key_bits})
+    fields = {"config": config, "key_bits": key_bits, "value_bits": value_bits}
+    return type(f"TurboQuantBackend_{format_name(key_bits, value_bits)}", (TurboQuantBackend,), fields)
 
 
 @dataclass(eq=False)
@@ -323,6 +326,15 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.transform = transform
         self.codec = self._build_codec()
 
+    def take_bits(self, config: TurboQuantConfig) -> None:
+        """Other bits, before anything is cached."""
+        self.config = config
+        self.codec = self._build_codec() if self.target is None else self.target.codec
+
+    @property
+    def backend(self) -> type[TurboQuantBackend]:
+        return backend_of(self.config, self.codec.key.bits, self.codec.value.bits)
+
     def _build_codec(self) -> KVCodec:
         sizes = self.num_kv_heads, self.head_size
 
@@ -360,7 +372,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
     @property
     def variant(self) -> tuple[object, ...]:
         """Layers for which this is the same run the same compiled kernels."""
-        heads = (self.num_heads, self.num_kv_heads, self.head_size, self.codec.key.bits)
+        heads = (self.num_heads, self.num_kv_heads, self.head_size, self.codec.key.bits, self.codec.value.bits)
         return *heads, self.sliding_window, self.logits_soft_cap, self.codec.rotary.turns
 
     def take_memory(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -494,14 +506,20 @@ def backend_for(config: TurboQuantConfig, layer_class: type, arguments: dict[str
         )
     if target is not None:
         return compat.current_layer(target).get_attn_backend()
-    return backend_of(config, config.key_bits if place.draft else config.layer_key_bits(place.index))
+    return backend_of_layer(config, place)
+
+
+def backend_of_layer(config: TurboQuantConfig, place: compat.LayerPlace) -> type[TurboQuantBackend]:
+    if place.draft:
+        return backend_of(config, config.key_bits, config.value_bits)
+    return backend_of(config, config.layer_key_bits(place.index), config.layer_value_bits(place.index))
 
 
 def made(config: TurboQuantConfig, transforms: dict[str, LayerTransforms], layer: Any) -> None:
     """A layer with one of our backends has been made."""
     place = compat.layer_place(layer.layer_name)
     if place.draft:
-        config, transforms = replace(config, initial_layers_count=0), {}
+        config, transforms = config.uniform(config.key_bits, config.value_bits), {}
     layer.impl.configure(config, transforms, layer.layer_name, place.index)
 
 
@@ -524,6 +542,41 @@ def calibrations(runner: Any, ours: dict[str, Any]) -> dict[str, LayerTransforms
         logger.warning("turboquant: the model is not calibrated (%s); turboquant.calibrate writes a file", reason)
         return {}
     return selfcalibration.measure(runner)
+
+
+def allocate_loaded(runner: Any) -> None:
+    """Give the layers the bits that are best under `auto_bits`, before vLLM asks for their pages."""
+    ours = compressed_layers(runner.vllm_config)
+    chosen = {name: layer for name, layer in ours.items() if layer.impl.config.auto_bits}  # not those of drafts
+    owners = {name: layer.impl for name, layer in chosen.items() if layer.impl.target is None}
+    if not owners:
+        return
+    config, alike = next(iter(owners.values())).config, not compat.pages_may_differ(runner.vllm_config)
+    if alike:
+        logger.warning("turboquant: pages of this model's layers are as large as the largest: they get the same bits")
+    damages = damages_of(runner, config, owners)
+    config = allocate(config, [layer_damage(impl, damages[name]) for name, impl in owners.items()], alike)
+    for layer in chosen.values():
+        layer.impl.take_bits(config)
+        compat.rebind_backend(layer, layer.impl.backend)
+
+
+def damages_of(runner: Any, config: TurboQuantConfig, owners: Mapping[str, TurboQuantImpl]) -> sensitivity.Damages:
+    """Of a calibration file, or measured on the loaded model."""
+    if config.calibration_file:
+        return sensitivity.load(config.calibration_file, owners)
+    if reason := compat.probe_objection(runner.vllm_config):
+        raise UnsupportedEngineError(
+            f"turboquant cannot measure what bits cost in this engine ({reason}), as preset {config.name!r} needs: "
+            "name a calibration file that turboquant.calibrate wrote on one that can, another preset, or layer_bits"
+        )
+    transforms = {name: impl.transform for name, impl in owners.items() if impl.transform is not None}
+    places = {name: impl.layer_index for name, impl in owners.items()}
+    return sensitivity.measure(runner, config, transforms, places)
+
+
+def layer_damage(impl: TurboQuantImpl, damage: Mapping[str, float]) -> LayerDamage:
+    return LayerDamage(impl.layer_index, impl.num_kv_heads, impl.head_size, damage["keys"], damage["values"])
 
 
 def refuse_biased(runner: Any, reason: str) -> None:
@@ -558,6 +611,7 @@ def fixed_stats(vllm_config: Any) -> dict[str, Any]:
     return {
         "route": "native",
         "preset": first.config.name,
+        "formats": formats(owners),
         "layers": list(ours),
         "skipped": {name: compat.native_because(layer) for name, layer in others.items()},
         "bytes_per_token_native": sum(compat.plain_token_bytes(layer) for layer in owners),
@@ -579,6 +633,12 @@ def fixed_stats(vllm_config: Any) -> dict[str, Any]:
     }
 
 
+def formats(layers: Sequence[Any]) -> dict[str, int]:
+    """Layers by their bits: {"k4v2": 30}."""
+    codecs = (layer.impl.codec for layer in layers)
+    return dict(Counter(format_name(codec.key.bits, codec.value.bits) for codec in codecs))
+
+
 def figures(vllm_config: Any) -> telemetry.Figures:
     """For the metrics."""
     found = fixed_stats(vllm_config)
@@ -594,8 +654,9 @@ def summary(vllm_config: Any) -> str:
     """One line: layers compressed and skipped and why, bytes per token, tokens of capacity."""
     found = fixed_stats(vllm_config)
     packed, plain = found["bytes_per_token_compressed"], found["bytes_per_token_native"]
+    name = f"{found['preset']} ({mixture(found['formats'])})" if len(found["formats"]) > 1 else found["preset"]
     text = (
-        f"turboquant {found['preset']}: {len(found['layers'])} layers compressed, {packed} instead of {plain} bytes "
+        f"turboquant {name}: {len(found['layers'])} layers compressed, {packed} instead of {plain} bytes "
         f"per token, {found['capacity_tokens']} tokens of capacity instead of about "
         f"{found['capacity_tokens'] * packed // plain}, exact windows of {found['window']} tokens "
         f"({found['ring_bytes'] / 2**20:.1f} MiB for {found['ring_tokens']} tokens)"

@@ -15,7 +15,8 @@ import torch
 from turboquant.batch import AttentionBatch
 from turboquant.calibration import SINKS, LayerTransforms
 from turboquant.checks import is_int
-from turboquant.integration import compat, selfcalibration
+from turboquant.config import TurboQuantConfig
+from turboquant.integration import compat, selfcalibration, sensitivity
 from turboquant.integration.attach import call_workers
 from turboquant.integration.calibration_file import save_transforms
 from turboquant.rotary import Rotary
@@ -73,6 +74,16 @@ def measure(runner: Any) -> Figures:
     return as_figures({name: x for name, x in selfcalibration.measure(runner).items() if name in layers})
 
 
+def damages(runner: Any) -> sensitivity.Damages:
+    """What few bits cost in every layer, on the package's text; empty where that cannot be measured."""
+    if compat.probe_objection(runner.vllm_config):
+        return {}
+    layers, rotaries = selfcalibration.measure(runner), compat.rotaries(runner)
+    transforms = {name: layer.best(rotaries.get(name)) for name, layer in layers.items()}
+    places = {name: index for index, name in enumerate(compressible(runner))}
+    return sensitivity.measure(runner, TurboQuantConfig(), transforms, places)
+
+
 def start(runner: Any) -> None:
     """Observe every layer that could be compressed, in this worker; ValueError if that is under way."""
     if hasattr(runner, "turboquant_observers"):
@@ -100,6 +111,8 @@ def as_figures(transforms: Mapping[str, LayerTransforms]) -> Figures:
 def calibrate(llm: Any, path: str | Path, prompts: Sequence[str | list[int]] | None = None) -> Path:
     """Write the calibration file of a `vllm.LLM`'s model; takes seconds.
 
+    It also says what few bits cost in every layer, for "auto" presets, where one engine can measure that.
+
     prompts: texts or token ids like those that the model will see, and as long: what is measured holds for the
     positions that they reach.  Default: a text of several kinds in the package, at positions all over the context.
     """
@@ -108,7 +121,8 @@ def calibrate(llm: Any, path: str | Path, prompts: Sequence[str | list[int]] | N
     model = llm.llm_engine.vllm_config.model_config
     transforms, number = merge_workers(workers, model.get_total_num_kv_heads()), len(prompts or ())
     logger.info("turboquant: calibrated %d layers with %s: %s", len(transforms), number or "the package's text", path)
-    return save_transforms(path, transforms, model=model.model, prompts=number)
+    costs = call_workers(llm, "tq_calibration_damages")[0]
+    return save_transforms(path, transforms, costs, model=model.model, prompts=number)
 
 
 def check_prompts(prompts: object) -> None:

@@ -7,7 +7,7 @@ model runner) and on vLLM 0.26.0 with FlashAttention-3 (V1 and V2); ranges in co
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -697,7 +697,12 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 # ---- native route: a model without a cache ---------------------------------------------------------------------
 def run_model(runner: Any, ids: list[int], first: int) -> None:
-    """Run a loaded model over one sequence at positions `first`, ..., as profiling does: no metadata, not compiled.
+    """Run a loaded model over one sequence at positions `first`, ..."""
+    run_rows(runner, ids, range(first, first + len(ids)))
+
+
+def run_rows(runner: Any, ids: list[int], at: Sequence[int]) -> Any:
+    """Hidden states of a loaded model's tokens at these positions, run as profiling does: no metadata, not compiled.
 
     What it takes (`set_forward_context` with `skip_compiled`, `get_model` and `_set_active_loras` of both runners, the
     pipeline's group) is in 0.26.0 to 0.33.0.
@@ -708,7 +713,7 @@ def run_model(runner: Any, ids: list[int], first: int) -> None:
 
     config, stages = runner.vllm_config, get_pp_group()
     tokens = torch.tensor(ids, device=runner.device)
-    positions = torch.arange(first, first + len(ids), device=runner.device)
+    positions = torch.tensor(at, device=runner.device)
     if config.model_config.uses_mrope:
         positions = positions.expand(3, -1)
     if config.lora_config is not None:
@@ -721,6 +726,22 @@ def run_model(runner: Any, ids: list[int], first: int) -> None:
         )  # fmt: skip
     if not stages.is_last_rank:
         stages.send_tensor_dict(after.tensors)
+    return after
+
+
+def logits_of(runner: Any, hidden: torch.Tensor) -> torch.Tensor | None:
+    """Logits [N, vocabulary] of hidden states; None on ranks that have none (`compute_logits`, 0.26.0 to 0.33.0)."""
+    with torch.inference_mode():
+        logits: torch.Tensor | None = runner.get_model().compute_logits(hidden)
+    return logits
+
+
+def agreed(value: Result) -> Result:
+    """The value of the first tensor-parallel rank, on all of them (`broadcast_object`, 0.26.0 to 0.33.0)."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    agreed_on: Result = get_tp_group().broadcast_object(value, src=0)
+    return agreed_on
 
 
 def run_objection(vllm_config: Any) -> str | None:
@@ -733,6 +754,13 @@ def run_objection(vllm_config: Any) -> str | None:
     layers = vllm_config.compilation_config.static_forward_context
     others = [name for name, layer in layers.items() if isinstance(layer, AttentionLayerBase) and name not in softmax]
     return f"{others[0]} is no softmax attention" if others else None
+
+
+def probe_objection(vllm_config: Any) -> str | None:
+    """Why the logits of `run_rows` cannot be compared in this engine, or None."""
+    if (size := vllm_config.parallel_config.pipeline_parallel_size) > 1:
+        return f"pipeline_parallel_size={size}"
+    return run_objection(vllm_config)
 
 
 def rotaries(runner: Any) -> dict[str, Rotary]:
@@ -785,6 +813,25 @@ def current_layer(name: str) -> Any:
 
 def layer_named(vllm_config: Any, name: str) -> Any:
     return vllm_config.compilation_config.static_forward_context[name]
+
+
+def rebind_backend(layer: Any, backend: Any) -> None:
+    """Another backend for a layer, before vLLM asks for specs: it asks the layer only (0.26.0 to 0.33.0)."""
+    layer.attn_backend = backend
+
+
+def pages_may_differ(vllm_config: Any) -> bool:
+    """Whether pages of different sizes lie side by side unpadded: where all layers keep the same tokens.
+
+    Such layers are one group (`UniformTypeKVCacheSpecs`); others get pages as large as the largest (0.26.0 to 0.33.0).
+    """
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    asked = [layer.get_kv_cache_spec(vllm_config) for layer in layers if isinstance(layer, AttentionLayerBase)]
+    specs = {str(i): spec for i, spec in enumerate(asked) if spec is not None}
+    return bool(UniformTypeKVCacheSpecs.is_uniform_type(specs))
 
 
 def plain_token_bytes(layer: Any) -> int:

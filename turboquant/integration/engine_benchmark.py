@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turboquant.config import PRESETS, choice_error
+from turboquant.config import PRESETS, choice_error, is_preset, preset_options
 from turboquant.integration import compat
 
 NATIVE_DTYPES = (
@@ -124,7 +124,9 @@ class Case:
 def check_contender(name: str) -> None:
     """ValueError for a name that is none."""
     allowed = ("bf16", *NATIVE_DTYPES, *PRESETS, *(HOOKS + preset for preset in PRESETS))
-    if name not in allowed:
+    if is_preset(name):
+        preset_options(name)
+    elif name not in allowed:
         raise choice_error("contender", name, allowed)
 
 
@@ -159,7 +161,7 @@ def start(case: Case) -> Any:
 
     from turboquant import attach, enable_no_alloc
 
-    if case.contender in PRESETS:
+    if is_preset(case.contender):
         enable_no_alloc(case.contender)
     llm = LLM(**engine_arguments(case))
     if case.contender.startswith(HOOKS):

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from turboquant.config import choice_error
-from turboquant.integration import activation, calibrate, compat, telemetry
+from turboquant.integration import activation, calibrate, compat, sensitivity, telemetry
 from turboquant.integration import vllm as hooks
 
 
@@ -43,6 +43,10 @@ def tq_calibration_measure(self: Any) -> calibrate.Figures:
     return calibrate.measure(self.model_runner)
 
 
+def tq_calibration_damages(self: Any) -> sensitivity.Damages:
+    return calibrate.damages(self.model_runner)
+
+
 def tq_calibration_start(self: Any) -> None:
     calibrate.start(self.model_runner)
 
@@ -68,8 +72,8 @@ def tq_call(self: Any, method: str, *args: Any, **kwargs: Any) -> tuple[str, Any
 
 
 WORKER_METHODS = (
-    tq_install, tq_set_mode, tq_free, tq_stats, tq_uninstall, tq_calibration_measure, tq_calibration_start,
-    tq_calibration_finish, tq_call
+    tq_install, tq_set_mode, tq_free, tq_stats, tq_uninstall, tq_calibration_measure, tq_calibration_damages,
+    tq_calibration_start, tq_calibration_finish, tq_call
 )  # fmt: skip
 
 
@@ -88,11 +92,12 @@ def activate(vllm_config: Any) -> bool:
 
 
 def loaded(runner: Any) -> None:
-    """Calibrate a model that a worker has loaded for the native route."""
+    """Calibrate a model that a worker has loaded for the native route, and choose its bits."""
     from turboquant.integration import backend
 
     if backend.compressed_layers(runner.vllm_config):
         backend.calibrate_loaded(runner)
+        backend.allocate_loaded(runner)
 
 
 def register() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from turboquant.config import PRESETS, TurboQuantConfig, choice_error
+from turboquant.config import PRESETS, TurboQuantConfig, choice_error, is_preset
 from turboquant.integration import compat
 from turboquant.integration.engine_benchmark import NATIVE_DTYPES, greedy
 
@@ -75,7 +75,7 @@ class Case:
     @property
     def preset(self) -> str | None:
         name = self.contender.split("+")[0]
-        return name if name in PRESETS else None
+        return name if is_preset(name) else None
 
     @property
     def all_options(self) -> dict[str, Any]:
@@ -85,10 +85,10 @@ class Case:
 def check_contender(name: str) -> None:
     allowed = (REFERENCE, *NATIVE_DTYPES, *PRESETS)
     preset, *_ = name.split("+")
-    if (name if preset not in PRESETS else preset) not in allowed:
-        raise choice_error("contender", name, allowed)
-    if preset in PRESETS:
+    if is_preset(preset):
         TurboQuantConfig.from_options(preset, **own_options(name))
+    elif name not in allowed:
+        raise choice_error("contender", name, allowed)
 
 
 def own_options(contender: str) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def compare(
     """A row of every context, from what two engines wrote and returned."""
     plan, forced = materials.plan, case.forced_tokens()
     plain = native["bytes_per_token"] * 2 / getattr(torch, case.dtype).itemsize
-    expected, recorded = (torch.load(each.output, mmap=True) for each in (reference, case))
+    expected, recorded = (torch.load(each.output, mmap=True, weights_only=True) for each in (reference, case))
     rows = plan.forced * plan.texts
     for number, context in enumerate(plan.contexts):
         part = slice(number * rows, (number + 1) * rows)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from turboquant.allocation import LayerDamage, allocate
 from turboquant.calibration import of_layer
 from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan, exact_blocks
 from turboquant.checks import check_instance
@@ -28,7 +29,7 @@ from turboquant.config import (
     TurboQuantConfig,
     parse_mode,
 )
-from turboquant.integration import compat, telemetry
+from turboquant.integration import compat, sensitivity, telemetry
 from turboquant.integration.calibration_file import load_transforms
 from turboquant.kernels import choose_kernels
 from turboquant.score import HybridScorer
@@ -407,7 +408,8 @@ class HookHandle(Mapping[str, LayerHook]):
 
     def _layer_stats(self, hook: LayerHook) -> dict[str, Any]:
         shadow = {"samples": hook.shadow.samples, "mean": hook.shadow.mean, "max": hook.shadow.error_max}
-        return {**vars(hook.counters), "key_bits": hook.cache.codec.key.bits, "shadow_rel_error": shadow}
+        bits = {"key_bits": hook.cache.codec.key.bits, "value_bits": hook.cache.codec.value.bits}
+        return {**vars(hook.counters), **bits, "shadow_rel_error": shadow}
 
     def _check_installed(self) -> None:
         if not self.installed:
@@ -468,6 +470,8 @@ def install_turboquant_hooks(
     if id(model_runner) in _handles:
         raise HookError("turboquant's hooks are already installed on this model runner; uninstall them first")
     names, skipped = select_layers(model_runner, config)
+    if config.auto_bits:
+        config = allocated(config, model_runner, names)
     handle = HookHandle(model_runner, config, skipped=skipped)
     try:
         build_caches(handle, names, dict(key_transforms or calibrated(handle, names)))
@@ -530,6 +534,21 @@ def raise_objections(runner: Any, layers: dict[str, Any], names: list[str], skip
     if reasons:
         listed = "\n- ".join(reasons)
         raise UnsupportedEngineError(f"turboquant cannot serve this engine (vLLM {compat.vllm_version()}):\n- {listed}")
+
+
+def allocated(config: TurboQuantConfig, runner: Any, names: list[str]) -> TurboQuantConfig:
+    """The configuration with the bits of the layers that `auto_bits` asks for; ValueError without a file to know by."""
+    if not config.calibration_file:
+        raise ValueError(
+            f"the hooks take the bits of preset {config.name!r} from a calibration file: write one with "
+            "turboquant.calibrate, and name it as calibration"
+        )
+    layers, damages = compat.all_layers(runner), sensitivity.load(config.calibration_file, names)
+    found = [
+        LayerDamage(index, layers[name].num_kv_heads, layers[name].head_size, **damages[name])
+        for index, name in enumerate(names)
+    ]
+    return allocate(config, found)
 
 
 def calibrated(handle: HookHandle, names: list[str]) -> dict[str, KeyTransform]:

@@ -140,7 +140,7 @@ def choose_tile(rows: int, dim: int, operands: int, hopper: bool) -> Tile:
     products read one operand from shared memory.
     """
     dims = triton.next_power_of_2(dim)
-    room = (8192 if hopper and dims <= 128 else 4096) // (1 + operands)
+    room = (8192 if hopper and dims <= 128 else 4096) >> operands
     size = max(16, min(triton.next_power_of_2(rows), room // dims))
     small = size * dims <= 2048
     pipelined = small and not operands and not torch.version.hip  # AMD's 64 KiB hold one stage

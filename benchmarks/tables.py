@@ -176,7 +176,7 @@ def soak() -> Table:
     for path in sorted(RESULTS.glob("soak-*.json")):
         found = results(path.stem)
         counts = (f"{found[name]:,}" for name in ("finished", "aborted", "preemptions", "prefix_hit_tokens"))
-        distance = f"{found['mean_kld']:.5f}, {found['kld_drift']:.5f}"
+        distance = f"{found['mean_kld']:.1e}, {found['kld_drift']:.0e}"
         grown, failed = f"{found['grown_bytes'] / 2**20:.1f}", ", ".join(found["failed"]) or "none"
         yield (f"`{found['command']}`", f"{found['seconds'] / 60:.0f}", *counts, distance, grown, failed)
 

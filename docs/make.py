@@ -169,7 +169,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "presets": presets, "sizes": sizes, "metrics": metrics, "versions": versions, "features": features,
     "blocks": blocks, "summary": results_tables.summary, "slower": results_tables.slower,
     "proof": results_tables.proof, "kernels": results_tables.kernels, "heads": results_tables.heads,
-    "fuzz": results_tables.fuzz, "soak": results_tables.soak, "details": results_tables.details, "sinks": results_tables.sinks,
+    "details": results_tables.details, "sinks": results_tables.sinks, "fuzz": results_tables.fuzz,
+    "soak": results_tables.soak,
     "engine": results_tables.engine, "quality": results_tables.quality,
 }  # fmt: skip
 

@@ -874,6 +874,24 @@ def test_calibrations_with_a_checksum_of_their_own(calibration, thing, parts):
     refused(lambda: load_calibration(path), str(path), *parts)
 
 
+@cases(
+    ("one number", torch.ones(1), ["expected two finite numbers"]),
+    ("a scalar", torch.tensor(1.0), ["expected two finite numbers"]),
+    ("a row each", torch.ones(2, 1), ["expected two finite numbers"]),
+    ("integers", torch.ones(2, dtype=torch.int64), ["expected two finite numbers"]),
+    ("not finite", torch.tensor([1.0, torch.nan]), ["nan", "expected two finite numbers"]),
+)
+def test_what_bits_cost_with_a_checksum_of_its_own(calibration, thing, parts):
+    from turboquant.integration.calibration_file import load_damages
+
+    path, tensors = calibration
+    refused(lambda: load_damages(path), str(path), "does not say what few bits cost")
+    rewrite(path, {**tensors, "layer.damage": thing})
+    refused(lambda: load_damages(path), str(path), "layer.damage", *parts)
+    rewrite(path, {**tensors, "layer.damage": torch.tensor([0.5, 0.25])})
+    assert load_damages(path) == {"layer": {"keys": 0.5, "values": 0.25}}
+
+
 # ---- no code in data ---------------------------------------------------------------------------------------------
 CODE_LOADERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
 EVALUATING = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load"}

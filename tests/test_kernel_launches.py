@@ -8,8 +8,8 @@ from helpers import Request, build_codec, normal, plain_step
 
 pytest.importorskip("triton.experimental.gluon")
 
-from turboquant.capture import KVCaptureEngine
-from turboquant.kernels import choose_kernels, decode, gluon_objection
+from turboquant.capture import KVCaptureEngine, plan_in_torch
+from turboquant.kernels import choose_kernels, choose_plan, decode, gluon_objection
 from turboquant.score import HybridScorer
 
 PROCESSORS = 132
@@ -61,14 +61,15 @@ def step_of(lengths, block):
 
 
 def served(layout, lengths, softcap=0.0):
-    """Run a batch through the fast decode alone; returns it."""
+    """Run a batch of (cached, new) tokens, as many new ones each, through the fast decode alone; returns it."""
     (_, dim, heads, query_heads, block, _), (engine, layer) = layout, made_layer(layout)
     fast, batch = decode.FastDecode(layer, engine.ring), step_of(lengths, block)
-    rows = batch.num_rows
-    query, output = (torch.zeros(rows, query_heads, dim, dtype=torch.bfloat16) for _ in range(2))
-    own = tuple(torch.zeros(rows, heads, dim, dtype=torch.bfloat16) for _ in range(2))
+    count = batch.num_rows
+    query, output = (torch.zeros(count, query_heads, dim, dtype=torch.bfloat16) for _ in range(2))
+    own = tuple(torch.zeros(count, heads, dim, dtype=torch.bfloat16) for _ in range(2))
     plan = engine.begin_step(batch)
-    HybridScorer(dim**-0.5, softcap=softcap, fused=(fast,)).attend(layer, plan, query, own, output)
+    rows = {lengths[0][1]: range(len(lengths))}  # as a captured graph has them: all are of one length, without padding
+    HybridScorer(dim**-0.5, softcap=softcap, fused=(fast,)).attend(layer, plan, query, own, output, rows)
     return fast
 
 
@@ -106,7 +107,7 @@ def test_every_request_row_and_segment_has_its_program(kernels, layout, requests
     assert len(attention.made) == len(merge.made)
     seen = 0
     for grid, arguments, options in attention.made:
-        entries, partial = arguments[7], arguments[14]
+        entries, partial = arguments[9], arguments[16]
         seen += len(entries)
         count, kv_heads, row_tiles, segments, tile, width = partial.shape
         assert grid == (count * kv_heads, segments, row_tiles) and (count, kv_heads, width) == (
@@ -193,12 +194,56 @@ def test_tables_are_the_codecs(kernels):
     expected = (rows.float() @ layer.codec.query_matrix)[..., order]
     assert ((found - expected).norm(dim=-1) <= 0.01 * expected.norm(dim=-1)).all()
     assert sorted(order.tolist()) == list(range(128)) and len(tables.lookup) == 20
-    assert tables.nbytes == sum(
-        x.nbytes for x in (tables.query_matrix.parts, tables.output_matrix.parts, tables.lookup)
-    )
+    parts = (tables.query_matrix.parts, tables.output_matrix.parts, tables.lookup, tables.axes, tables.weights)
+    assert tables.nbytes == sum(x.nbytes for x in parts)
 
 
 def test_nothing_is_compiled_for_a_cpu():
     engine, layer = made_layer(LAYOUTS[0])
     chosen = choose_kernels(layer, engine.ring)
     assert not chosen.fused and chosen.nbytes == 0 and "CPU" in chosen.reason
+
+
+def test_devices_without_the_fast_decode_take_portable_kernels():
+    """And say why."""
+    from turboquant.kernels import encode, history, prefill
+
+    engine, layer = made_layer(LAYOUTS[0])
+    layer.store.pages = layer.store.pages.to("meta")  # some device that is not NVIDIA's
+    chosen = choose_kernels(layer, engine.ring, attention=lambda *_: None)
+    assert (chosen.encode, chosen.history) == (encode.encode, history.history_kernel)
+    assert chosen.decode is None and "NVIDIA" in chosen.reason
+    assert [type(kernel) for kernel in chosen.fused] == [prefill.StagedPrefill]
+    assert choose_kernels(layer, engine.ring).fused == ()
+    assert choose_plan(torch.device("cpu")) is plan_in_torch
+
+
+def test_what_is_compiled_together_is_not_run(monkeypatch):
+    """Kernels are asked for without a launch, and as ever afterwards, also where one fails."""
+    from triton.runtime.jit import JITFunction
+
+    from turboquant.kernels.compilation import AsyncCompileMode, compile_together
+
+    asked = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *_, **options: asked.append(options))
+    original = JITFunction.run
+
+    def launch():
+        JITFunction.run(None, grid=(1,), warmup=False)
+        raise ZeroDivisionError
+
+    if AsyncCompileMode is None:
+        compile_together(launch)
+        return
+    with pytest.raises(ZeroDivisionError):
+        compile_together(launch)
+    assert asked == [{"grid": (1,), "warmup": True}] and JITFunction.run is original
+
+
+def test_windows_are_packed_on_older_releases():
+    """Pages of sliding windows count their compressed bytes only."""
+    pytest.importorskip("vllm")
+    from turboquant.integration.specs import PackedSlidingWindowSpec
+
+    sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8, "sliding_window": 128}
+    assert PackedSlidingWindowSpec(**sizes, token_bytes=68).real_page_size_bytes == 32 * 2 * 68

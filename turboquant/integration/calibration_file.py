@@ -47,13 +47,16 @@ def load_transforms(path: str | Path) -> dict[str, LayerTransforms]:
 def load_damages(path: str | Path) -> dict[str, dict[str, float]]:
     """What few bits cost by layer name and side; ValueError as for `load_transforms`, and if the file does not say."""
     ending = f".{DAMAGE}"
-    found = {name.removesuffix(ending): x.tolist() for name, x in read_tensors(path).items() if name.endswith(ending)}
+    found = {name.removesuffix(ending): x for name, x in read_tensors(path).items() if name.endswith(ending)}
     if not found:
         raise ValueError(
             f"calibration={str(path)!r} does not say what few bits cost, as 'auto' presets need; write it again with "
             "turboquant.calibrate on an engine without data or pipeline parallelism"
         )
-    return {name: dict(zip(SIDES, pair, strict=True)) for name, pair in found.items()}
+    for name, x in found.items():
+        if x.shape != (len(SIDES),) or not x.dtype.is_floating_point or not x.isfinite().all():
+            raise ValueError(f"calibration={str(path)!r}: {name}{ending} is {x}, expected two finite numbers")
+    return {name: dict(zip(SIDES, x.tolist(), strict=True)) for name, x in found.items()}
 
 
 def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:

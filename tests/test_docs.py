@@ -153,6 +153,8 @@ def check_python(words):
     if words[0] == "-m":
         spec = importlib.util.find_spec(words[1])
         assert spec, f"there is no module {words[1]}"
+        if not words[1].startswith("turboquant"):
+            return
         path, words = Path(spec.origin), words[2:]
     else:
         path, words = ROOT / words[0], words[1:]

@@ -54,9 +54,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_claims(seed: int) -> list[dict[str, Any]]:
     from turboquant.claims import CLAIMS
+    from turboquant.progress import working
 
     claims = []
-    for claim in (asdict(run(seed)) for run in CLAIMS):
+    for number, run in enumerate(CLAIMS, 1):
+        with working(f"claim {number} of {len(CLAIMS)}"):
+            claim = asdict(run(seed))
         print(f"[{'PASS' if claim['ok'] else 'FAIL'}] {claim['name']}: {claim['value']} (bound: {claim['bound']})")
         claims.append(claim)
     return claims
@@ -122,9 +125,12 @@ def mib(size: int) -> str:
 
 def run_engine(model: str | None, preset: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     from turboquant.demo import smollm2
-    from turboquant.integration.ab import Engine, run_ab
+    from turboquant.integration.ab import STEPS, Engine, run_ab
+    from turboquant.progress import progress_bar
 
-    engine = run_ab(Engine(model or str(smollm2())), preset)
+    folder = model or str(smollm2())
+    with progress_bar(STEPS) as progress:
+        engine = run_ab(Engine(folder), preset, progress)
     print_table(engine)
     return engine, engine_checks(engine, is_demo=model is None)
 

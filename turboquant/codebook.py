@@ -159,7 +159,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     out: Path = parser.parse_args(argv).out
     out.mkdir(parents=True, exist_ok=True)
     for dim in SHIPPED_DIMS:
-        (out / _file_name(dim)).write_text(_serialise(dim), newline="\n")
+        write_file(out, dim)
+
+
+def write_file(folder: Path, dim: int) -> Path:
+    """Derive the codebooks of a dimension and write them into a folder; returns the file."""
+    path = folder / _file_name(dim)
+    path.write_text(_serialise(dim), newline="\n")
+    return path
 
 
 def _validate(dim: int, bits: int) -> None:

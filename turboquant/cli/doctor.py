@@ -15,6 +15,7 @@ from turboquant.cli.arguments import Json, Options, config_from
 from turboquant.cli.output import FAILED, print_json, quiet_vllm, ranges, refusing
 from turboquant.cli.serve import server_command
 from turboquant.config import NO_CALIBRATION, TurboQuantConfig, mixture
+from turboquant.progress import working
 
 if TYPE_CHECKING:
     import torch
@@ -53,14 +54,19 @@ def doctor(
     quiet_vllm()
     config = config_of(preset, option)
     model = read(folder) if folder is not None else None
-    findings = [*check_versions(), *check_plugin(), check_variables()]
-    if installed("vllm"):
-        findings += [check_command(), *check_contract(), *check_device(config, model)]
-    if model is not None:
-        findings += check_model(model, config)
+    with working("asking vLLM"):
+        findings = look(config, model)
     print_json(report(findings)) if as_json else print_findings(findings)
     if failed(findings):
         raise typer.Exit(FAILED)
+
+
+def look(config: TurboQuantConfig, model: "Model | None") -> list[Finding]:
+    """All checks."""
+    findings = [*check_versions(), *check_plugin(), check_variables()]
+    if installed("vllm"):
+        findings += [check_command(), *check_contract(), *check_device(config, model)]
+    return findings + (check_model(model, config) if model is not None else [])
 
 
 def config_of(preset: str | None, options: list[str] | None) -> TurboQuantConfig:

@@ -10,6 +10,7 @@ import typer
 from turboquant.cli.arguments import COUNT, SHARE, Json, Options, config_from, parse_count, parse_share, parse_size
 from turboquant.cli.output import MIB, print_json, print_table, quiet_vllm, ranges, refusing, size
 from turboquant.config import PRESETS, TurboQuantConfig, mixture
+from turboquant.progress import working
 
 if TYPE_CHECKING:
     from turboquant.cli.capacity import CachePlan, Engine
@@ -48,8 +49,10 @@ def plan(
         block = parse_count("--block-size", block_size)
     model = read_plannable(folder, ranks)
     limits = limits_of(model, max_num_seqs, max_num_batched_tokens, max_model_len)
-    engine = engine_of(model, limits, gpu_memory, kv_memory, utilization, ranks, block)
-    show(model, engine, plan_all(model, engine, configs), configs, as_json)
+    with working("asking vLLM"):
+        engine = engine_of(model, limits, gpu_memory, kv_memory, utilization, ranks, block)
+        plans = plan_all(model, engine, configs)
+    show(model, engine, plans, configs, as_json)
 
 
 def read_plannable(folder: Path, tensor_parallel: int) -> "Model":

@@ -1,19 +1,17 @@
 """`turboquant verify`: what compression does to the answers of one model, and what to choose for it."""
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from turboquant.cli.arguments import COUNT, SHARE, Json, Options, parse_count, parse_options, parse_share
 from turboquant.cli.output import FAILED, print_json, print_table, quiet_vllm, refusing
 from turboquant.config import TurboQuantConfig
+from turboquant.progress import progress_bar
 
 if TYPE_CHECKING:
     from turboquant.integration.verify import Limits, Report, Trial
@@ -96,15 +94,6 @@ def measure(
             raise ValueError(str(error)) from None
 
 
-@contextmanager
-def progress_bar(steps: int) -> Iterator[Any]:
-    """A function that is told what is done next; the bar is on stderr and goes away."""
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, done = bar.add_task("", total=steps), iter(range(steps + 1))
-        yield lambda what: bar.update(task, description=what, completed=next(done))
-
-
 # ---- output ----------------------------------------------------------------------------------------------------
 def show(report: "Report") -> None:
     for line in heading(report):
@@ -138,7 +127,7 @@ def name_of(trial: "Trial") -> str:
 def preset_row(trial: "Trial", limits: "Limits") -> tuple[str, ...]:
     return (
         name_of(trial), f"{trial.bytes_per_token:,.0f}", f"{trial.smaller:.2f}x",
-        f"{trial.mean_kld:.4f} ± {trial.se_kld:.4f}", f"{trial.p99_kld:.4f}", f"{100 * trial.top1:.1f} %",
+        f"{trial.mean_kld:.4f} ± {trial.se_kld:.4f}", f"{trial.p99_kld:.4f}", f"{100 * trial.top1:.2f} %",
         "yes" if limits.hold(trial) else "no",
     )  # fmt: skip
 

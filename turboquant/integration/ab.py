@@ -6,6 +6,7 @@ chunks, so that every scored token attends to history that is read from the comp
 
 import argparse
 import pydoc_data.topics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -168,12 +169,18 @@ def capture_run(llm: Any, windows: list[list[int]], handle: EngineHandle) -> dic
     return {"capture_only_max_difference": found["max_difference"], "rel_err_attention": error}
 
 
-def run_ab(engine: Engine, preset: str, buffer_sizes: tuple[int, ...] = (128, 0), tokens: int = 64) -> dict[str, Any]:
-    """Native run, capture_only, full_tq with the native cache freed, for each buffer size.  JSON-ready.
+BUFFER_SIZES = (128, 0)
 
-    The first of buffer_sizes is the one reported at the top level; all are under "quality".
+
+def run_ab(engine: Engine, preset: str, progress: Callable[[str], None], tokens: int = 64) -> dict[str, Any]:
+    """Native run, capture_only, full_tq with the native cache freed, for each of BUFFER_SIZES.  JSON-ready.
+
+    The first of them is the one reported at the top level; all are under "quality".  progress: called with what is
+    done next, `STEPS` times.
     """
+    progress("starting vLLM")
     llm = engine.start()
+    progress("native cache")
     windows = text_windows(llm)
     llm.collective_rpc("tqab_start")
     result: dict[str, Any] = {"text_native": generate(llm, tokens)}
@@ -181,7 +188,8 @@ def run_ab(engine: Engine, preset: str, buffer_sizes: tuple[int, ...] = (128, 0)
     llm.collective_rpc("tqab_keep_reference")
     quality: list[Quality] = []
     report: dict[str, Any] = {}
-    for buffer_size in buffer_sizes:
+    for buffer_size in BUFFER_SIZES:
+        progress(f"{preset}, buffer_size={buffer_size}")
         exact = {"buffer_size": buffer_size, "sink_size": None if buffer_size else 0}
         with attach(llm, preset=preset, mode="capture_only", shadow_interval=8, **exact) as handle:
             if not report:
@@ -206,6 +214,7 @@ def run_ab(engine: Engine, preset: str, buffer_sizes: tuple[int, ...] = (128, 0)
     }
 
 
+STEPS = 2 + len(BUFFER_SIZES)
 REPORTED = (
     "layers",
     "layers_compressed",

@@ -115,8 +115,8 @@ def calibrate(
 
     prompts: texts or token ids like those that the model will see, and as long: what is measured holds for the
     positions that they reach.  Default: a text of several kinds in the package, at positions all over the context.
-    layer_costs: measure what few bits cost in every layer, too, as "auto" presets need; two model runs a layer, and none
-    where one engine cannot measure that.
+    layer_costs: measure what few bits cost in every layer, too, as "auto" presets need: two runs of the model a layer;
+    left out where the engine cannot (data or pipeline parallelism).
     """
     check_prompts(prompts)
     workers = call_workers(llm, "tq_calibration_measure") if prompts is None else observe_prompts(llm, prompts)

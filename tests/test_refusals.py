@@ -13,7 +13,7 @@ import torch
 from fake_vllm import FakeEngine, FakeLayer, FakeRunner
 from helpers import build_codec, normal
 
-from turboquant import demo
+from turboquant import TurboQuantConfig, demo
 from turboquant.capture import ExactRing
 from turboquant.integration import compat
 from turboquant.integration import vllm as hooks
@@ -221,3 +221,19 @@ def test_another_model_than_the_pinned_one(nothing_built, monkeypatch):
     with pytest.raises(RuntimeError, match=f"has SHA-256 {found}, expected {demo.GGUF_SHA256}"):
         demo.smollm2()
     assert list(nothing_built.iterdir()) == []
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------
+def test_fp8_keys_have_no_sketch():
+    with pytest.raises(ValueError, match="key_bits=8 are fp8 keys, which have no key_quantizer='prod'"):
+        TurboQuantConfig(key_bits=8, key_quantizer="prod")
+
+
+def test_automatic_bits_without_an_engine_that_chooses_them(runner):
+    """Caches outside of vLLM never, and the hooks from a file only; nothing is installed."""
+    config = TurboQuantConfig.from_options("auto:3.5")
+    with pytest.raises(ValueError, match=r"auto_bits=3\.5 needs vLLM to choose the bits; give layer_bits instead"):
+        config.check_chosen()
+    with pytest.raises(ValueError, match=r"take the bits of preset 'auto:3\.5' from a calibration file"):
+        hooks.install_turboquant_hooks(runner, preset="auto:3.5")
+    assert all("forward" not in vars(layer.impl) for layer in runner.layers.values())

@@ -151,6 +151,16 @@ def sinks() -> Table:
         yield (quoted(cache), *(f"{steps[cache, *shape]:.2f}" for shape in HEAD_SHAPES))
 
 
+def centers() -> Table:
+    """Decode attention with key centres that turn, and with constant ones."""
+    yield ("preset, centres", *(f"{batch} x {length}" for batch, length in HEAD_SHAPES))
+    for preset in ("k4v4", "k3v2"):
+        for kind in ("turning", "constant"):
+            us = {(row["batch"], row["length"]): row["us"] for row in results(f"h200-centers-{kind}")["rows"]
+                  if row["contender"] == preset}  # fmt: skip
+            yield (f"`{preset}`, {kind}", *(f"{us[shape]:.1f}" for shape in HEAD_SHAPES))
+
+
 def quality() -> Table:
     yield ("model, cache", "context", "bits per number, with exact tokens", "KLD", "99 % below", "top-1")
     for name in QUALITY:

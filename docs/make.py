@@ -186,8 +186,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "automatic": automatic,
     "blocks": blocks, "summary": results_tables.summary, "slower": results_tables.slower,
     "proof": results_tables.proof, "kernels": results_tables.kernels, "heads": results_tables.heads,
-    "details": results_tables.details, "sinks": results_tables.sinks, "fuzz": results_tables.fuzz,
-    "soak": results_tables.soak,
+    "centers": results_tables.centers, "details": results_tables.details, "sinks": results_tables.sinks,
+    "fuzz": results_tables.fuzz, "soak": results_tables.soak,
     "engine": results_tables.engine, "quality": results_tables.quality,
 }  # fmt: skip
 

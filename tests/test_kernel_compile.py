@@ -19,7 +19,10 @@ triton = pytest.importorskip("triton")
 
 GLUON = find_spec("triton.experimental.gluon") is not None
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8"}
+POINTERS = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32",
+    torch.uint8: "*u8",
+}  # fmt: skip
 CONFIGS = {
     "k4v4": {},
     "k3v2": {"key_bits": 3, "value_bits": 2},
@@ -172,7 +175,7 @@ def compile_ring(capability):
     from turboquant.kernels import ring
 
     types = {
-        "*i32": "QUERY_START SEQ_LENS TABLE LINES",
+        "*i32": "QUERY_START SEQ_LENS TABLE NUMBER LINES",
         "*i64": "SLOT_OF_BLOCK OWNER USED INDEX",
         "*u8": "WRITTEN PRESENT",
     }

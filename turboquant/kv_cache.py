@@ -4,7 +4,7 @@ import torch
 
 from turboquant.batch import AttentionBatch
 from turboquant.capture import KVCaptureEngine, StepPlan, exact_blocks
-from turboquant.checks import check_floats, check_int, check_rows
+from turboquant.checks import check_floats, check_instance, check_int, check_rows
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import TurboQuantConfig
 from turboquant.score import HybridScorer
@@ -35,6 +35,7 @@ class TurboQuantKVCache:
         for name, size in {**sizes, "block_size": block_size}.items():
             check_int(name, size, least=1)
         config = TurboQuantConfig() if config is None else config
+        check_instance("config", config, TurboQuantConfig)
         config.check_chosen()
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.max_tokens, self.batch_size, self.length = max_tokens, batch_size, 0

@@ -75,6 +75,7 @@ def test_texts_are_prose_and_code_by_turns():
         ({"contender": "k4v4+bufer_size=3"}, "did you mean 'buffer_size'"),
         ({"forced": 0}, "must be positive"),
         ({"forced": 37}, f"leave {quality.KEY_TOKENS} tokens of every text"),
+        ({"free": [([list(range(30))], 3)]}, f"a free prompt starts with the {quality.KEY_TOKENS} tokens"),
         ({"texts": [list(range(40)), list(range(40))]}, "start with the same"),
     ],
 )

@@ -72,8 +72,7 @@ class Bench:
         self, ids: list[int], rows: int, configs: dict[str, TurboQuantConfig]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(preset, log-probabilities of the last rows), first those of the exact cache by the name ""."""
-        standing = sensitivity.stand_in(self.runner)
-        try:
+        with sensitivity.cached_attention(self.runner) as standing:
             probe = sensitivity.Probe(self.runner, standing, ids, range(len(ids) - rows - 1, len(ids) - 1))
             yield "", probe.reference
             decoded: dict[tuple[str, str, int], torch.Tensor] = {}
@@ -81,9 +80,6 @@ class Bench:
                 for index, name in enumerate(self.layers):
                     standing[name].fakes = fakes(standing[name], config, index, self.transforms[name], decoded, name)
                 yield preset, probe.log_probabilities()
-        finally:
-            for attention in standing.values():
-                attention.remove()
 
 
 def fakes(

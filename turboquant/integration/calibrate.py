@@ -19,22 +19,22 @@ from turboquant.config import TurboQuantConfig
 from turboquant.integration import compat, selfcalibration, sensitivity
 from turboquant.integration.attach import call_workers
 from turboquant.integration.calibration_file import save_transforms
+from turboquant.integration.standin import StandIn
 from turboquant.rotary import Rotary
 
 logger = logging.getLogger("turboquant")
 Figures = dict[str, dict[str, list[list[float]]]]  # layer -> `LayerTransforms.tensors`, as lists
 
 
-class Observer:
-    """Replaces `impl.forward` of a layer, looks at its arguments and calls what was there."""
+class Observer(StandIn):
+    """Looks at the arguments of a layer's `forward` and calls it."""
 
     def __init__(self, layer: Any, rotary: Rotary | None):
-        self.impl, self.forward = layer.impl, layer.impl.forward
-        self.had_own = "forward" in vars(layer.impl)
+        self.forward = layer.impl.forward
         self.moments = selfcalibration.LayerMoments(layer, rotary)
-        layer.impl.forward = self.observe
+        super().__init__(layer)
 
-    def observe(
+    def attend(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: Any, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
@@ -44,12 +44,6 @@ class Observer:
             self.moments.add(keys, queries, positions)
         result: torch.Tensor = self.forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
         return result
-
-    def remove(self) -> None:
-        if self.had_own:
-            self.impl.forward = self.forward
-        else:
-            del self.impl.forward
 
 
 def beyond_sinks(batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from turboquant.calibration import CHUNK, SINKS, LayerTransforms, Moments, sequences, text_ids
 from turboquant.integration import compat
+from turboquant.integration.standin import StandIn, standing
 from turboquant.rotary import Rotary
 
 RANDOM_TOKENS = 4 * CHUNK  # where the engine has no tokenizer
@@ -40,18 +41,17 @@ class LayerMoments:
         return LayerTransforms(*(transform for transform, _ in found[: 1 + (errors[-1] < errors[0])]))
 
 
-class PlainAttention:
+class PlainAttention(StandIn):
     """Stands in for the attention of one layer over one sequence, and sums up its keys and queries.
 
     Softcaps and sliding windows are left out: pieces are short, and the moments hardly depend on them.
     """
 
     def __init__(self, layer: Any, target: "PlainAttention | None", rotary: Rotary | None):
-        self.impl, self.target, self.first = layer.impl, target, 0
+        self.target, self.first = target, 0
         self.scale = compat.attention_parameters(layer).scale
         self.moments = LayerMoments(layer, rotary)
-        self.replaced = vars(self.impl).get("forward")  # of hooks, where they are installed
-        self.impl.forward = self.attend
+        super().__init__(layer)
 
     def attend(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
@@ -68,28 +68,20 @@ class PlainAttention:
         output.view(len(query), q.shape[1], -1).copy_(found[0].transpose(0, 1))
         return output
 
-    def remove(self) -> None:
-        del self.impl.forward
-        if self.replaced is not None:
-            self.impl.forward = self.replaced
-
 
 def measure(runner: Any) -> dict[str, LayerTransforms]:
     """Key transforms of the model's layers, for this worker's KV heads."""
-    layers, rotaries = compat.attention_layers(runner.vllm_config), compat.rotaries(runner)
-    standing: dict[str, PlainAttention] = {}
-    for name, layer in layers.items():  # a layer comes behind the one whose cache it reads
-        target = getattr(layer, "kv_sharing_target_layer_name", None)
-        standing[name] = PlainAttention(layer, standing[target] if target else None, rotaries.get(name))
-    try:
+    rotaries = compat.rotaries(runner)
+
+    def make(name: str, layer: Any, target: PlainAttention | None) -> PlainAttention:
+        return PlainAttention(layer, target, rotaries.get(name))
+
+    with standing(runner, make) as layers:
         for piece, first in placed_pieces(runner.vllm_config):
-            for attention in standing.values():
+            for attention in layers.values():
                 attention.first = first
             compat.run_model(runner, piece, first)
-    finally:
-        for attention in standing.values():
-            attention.remove()
-    return {name: found.moments.transforms() for name, found in standing.items() if found.moments.kinds[0].tokens}
+    return {name: found.moments.transforms() for name, found in layers.items() if found.moments.kinds[0].tokens}
 
 
 def first_positions(size: int, context: int) -> list[int]:

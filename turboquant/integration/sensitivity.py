@@ -6,6 +6,7 @@ codec makes of them; the first tokens and the last ones before a row stay exact,
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from turboquant.config import TurboQuantConfig
 from turboquant.integration import compat
 from turboquant.integration.calibration_file import load_damages
 from turboquant.integration.selfcalibration import pieces
+from turboquant.integration.standin import StandIn, standing
 
 RECENT = 64  # tokens before a row that stay exact: fewer than in a cache, so that more of the short text counts
 ROWS, CPU_ROWS = 256, 32  # that are measured
 Damages = dict[str, dict[str, float]]  # layer -> side -> mean divergence in nats
 
 
-class CachedAttention:
+class CachedAttention(StandIn):
     """Stands in for the attention of one layer over one sequence, whose keys and values are kept here.
 
     positions int64 [N]: of the rows; growing: whether their keys and values are kept, in order, for later rows.
@@ -33,12 +35,10 @@ class CachedAttention:
     growing = True
 
     def __init__(self, layer: Any, target: "CachedAttention | None"):
-        self.impl, self.target = layer.impl, target
-        self.parameters = compat.attention_parameters(layer)
+        self.target, self.parameters = target, compat.attention_parameters(layer)
         self.kept: tuple[torch.Tensor, ...] = ()
         self.fakes: dict[str, torch.Tensor] = {}
-        self.replaced = vars(self.impl).get("forward")  # of hooks, where they are installed
-        self.impl.forward = self.attend
+        super().__init__(layer)
 
     def attend(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
@@ -77,11 +77,6 @@ class CachedAttention:
             seen = seen & (token > row - self.parameters.window)
         return seen, (token < SINKS) | (token >= row - RECENT)
 
-    def remove(self) -> None:
-        del self.impl.forward
-        if self.replaced is not None:
-            self.impl.forward = self.replaced
-
 
 def weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """[N, H_kv, G, T] and [T, H_kv, d] -> [N, H_kv, G, d]"""
@@ -95,16 +90,12 @@ def measure(
 
     transforms: key transforms of this worker's KV heads, identity where absent.
     """
-    standing = stand_in(runner)
     ids = [token for piece in pieces(runner.vllm_config) for token in piece]
-    try:
-        ids = ids[: runner.vllm_config.model_config.max_model_len]
-        count = CPU_ROWS if runner.device.type == "cpu" else ROWS
-        probe = Probe(runner, standing, ids, choose_rows(len(ids), count))
+    ids = ids[: runner.vllm_config.model_config.max_model_len]
+    rows = choose_rows(len(ids), CPU_ROWS if runner.device.type == "cpu" else ROWS)
+    with cached_attention(runner) as layers:
+        probe = Probe(runner, layers, ids, rows)
         return compat.agreed(probe.damages(config.uniform(PROBE_BITS, PROBE_BITS), transforms, places))
-    finally:
-        for attention in standing.values():
-            attention.remove()
 
 
 def load(path: str, names: Iterable[str]) -> Damages:
@@ -115,12 +106,9 @@ def load(path: str, names: Iterable[str]) -> Damages:
     return damages
 
 
-def stand_in(runner: Any) -> dict[str, CachedAttention]:
-    standing: dict[str, CachedAttention] = {}
-    for name, layer in compat.attention_layers(runner.vllm_config).items():  # behind the one whose cache it reads
-        target = getattr(layer, "kv_sharing_target_layer_name", None)
-        standing[name] = CachedAttention(layer, standing[target] if target else None)
-    return standing
+def cached_attention(runner: Any) -> AbstractContextManager[dict[str, CachedAttention]]:
+    """In the place of every attention layer's own."""
+    return standing(runner, lambda _, layer, target: CachedAttention(layer, target))
 
 
 def choose_rows(tokens: int, count: int) -> list[int]:

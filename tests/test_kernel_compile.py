@@ -1,4 +1,4 @@
-"""Kernels compile for the GPUs that we serve, without one: at most one spill, no contraction, no flush to zero.
+"""Kernels compile for the GPUs that we serve, without one, within what their registers and shared memory hold.
 
 Compilation needs Triton outside its interpreter, which is decided at its import: hence processes of their own, which
 run this file.
@@ -43,7 +43,7 @@ def signature_of(kernel, values, unspecialised):
         value = values[name]
         if isinstance(value, torch.Tensor):
             signature[name] = POINTERS[value.dtype]
-        elif isinstance(value, str):
+        elif type(value) is str:  # a page's `Side` is a constant
             signature[name] = value
         elif name.isupper():
             signature[name], constants[name] = "constexpr", value
@@ -170,6 +170,41 @@ def compile_decode(capability, case):
     return found
 
 
+HISTORIES = [(config, dim, turns) for config in ("k4v4", "prod-group") for dim in (64, 256) for turns in (False, True)]
+ALGORITHM_2_TURNING = ("prod-group", 256, True)  # three operands of 16 rows: more than GPUs for graphics hold
+SHARED_BYTES = 99 << 10  # of those GPUs; an A100 has 163 KiB
+
+
+def compile_history(capability, config, dim, turns):
+    """The portable kernel for one query row and for many."""
+    from turboquant.capture import KVCaptureEngine
+    from turboquant.codec import KVCodec
+    from turboquant.config import TurboQuantConfig
+    from turboquant.kernels import history
+    from turboquant.kernels.pages import page_side
+
+    codec = KVCodec.build(TurboQuantConfig(**CONFIGS[config]), 1, 1, dim)
+    layout = KVCaptureEngine(4, 16, 8, 4).add_layer("layer", codec, 1, torch.float32).store.format
+    types = {
+        "*fp32": "query sketch waves key_table value_table out lse", "*fp16": "cos_sin", "*u8": "pages present",
+        "*bf16": "scalars", "*i32": "block_table", "*i64": "lengths", "fp32": "softcap",
+    }  # fmt: skip
+    values = {name: kind for kind, names in types.items() for name in names.split()}
+    integers = ("table_stride", "present_stride", "rows", "query_len", "splits", "spans")
+    values |= dict.fromkeys((*integers, "sliding"), 1001) | {"page_stride": 4096, "head_stride": 2048}
+    values |= {"H": 1, "D": dim, "DIMS": dim, "BS": 16, "COLUMNS": 20, "SINKS": 4, "TURNS": turns}
+    values |= {side: page_side(layout, side.lower(), getattr(codec, side.lower())) for side in ("KEY", "VALUE")}
+    found = {}
+    for rows in (1, 1000):
+        tile = history.choose_tile(rows, dim, (config == "prod-group") + turns)
+        chosen = values | {"ROWS": tile.rows, "T": tile.tokens}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        compiled = compile_for(history._history_kernel, chosen, capability, integers, **options)
+        asynchronous = "wgmma" in compiled.asm["ptx"]
+        found[rows] = {**resources(compiled), "shared": compiled.metadata.shared, "asynchronous": asynchronous}
+    return found
+
+
 def compile_ring(capability):
     """The kernels that plan the exact ring, for 256 requests with windows of 128 tokens."""
     from turboquant.kernels import ring
@@ -261,6 +296,18 @@ def test_fast_decode(capability):
 
 
 @needs_tools
+@pytest.mark.parametrize("capability", [80, 90])
+def test_history(capability):
+    """Hopper's asynchronous products stay away: see `history.MAX_ROWS`."""
+    found = in_a_process("history", capability)
+    assert len(found) == len(HISTORIES)
+    for case, kernels in found.items():
+        for rows, usage in kernels.items():
+            assert usage["LOCAL"] == 0 and not usage["asynchronous"], (case, rows, usage)
+            assert usage["shared"] <= SHARED_BYTES or case == str(ALGORITHM_2_TURNING), (case, rows, usage)
+
+
+@needs_tools
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_ring(capability):
     found = in_a_process("ring", capability)
@@ -279,6 +326,8 @@ if __name__ == "__main__":
         report = compile_without_a_device()
     elif sys.argv[1] == "encode":
         report = {f"{config} {tokens}": compile_encode(chosen, config, tokens) for config, tokens in CASES}
+    elif sys.argv[1] == "history":
+        report = {str(case): compile_history(chosen, *case) for case in HISTORIES}
     elif sys.argv[1] == "ring":
         report = compile_ring(chosen)
     else:

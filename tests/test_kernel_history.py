@@ -204,10 +204,8 @@ def test_padded_requests_and_padded_query_rows(name):
     compare([33, 0, 40], make_codec(1, 64, CODECS[name]), 2, [4, 0, 3])
 
 
-@pytest.mark.parametrize("hopper", [False, True])
-def test_long_query_tiles(monkeypatch, hopper):
+def test_long_query_tiles():
     """Rows beyond a tile go to further programs."""
-    monkeypatch.setattr(history, "is_hopper", lambda device: hopper)
     compare([37], make_codec(1, 64, CODECS["k4v4"]), 3, [50])
 
 
@@ -229,10 +227,9 @@ def make_layer(codec):
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
 @pytest.mark.parametrize("operands", [0, 1, 2])
-@pytest.mark.parametrize("hopper", [False, True])
-def test_tiles_stay_within_their_room(dim, operands, hopper):
+def test_tiles_stay_within_their_room(dim, operands):
     """A tile is no larger than the rows need, and neither are its operands; Triton knows powers of two only."""
     for rows in (1, 16, 17, 64, 1000):
-        tile = history.choose_tile(rows, dim, operands, hopper)
+        tile = history.choose_tile(rows, dim, operands)
         assert 16 <= tile.rows <= max(16, 2 * rows) and tile.rows.bit_count() == 1
-        assert tile.rows == 16 or tile.rows * dim <= (8192 if hopper else 4096)
+        assert tile.rows <= 32 and (tile.rows == 16 or tile.rows * dim <= 4096)

@@ -5,7 +5,6 @@ rows and one share of the history; all query heads of the KV head are rows of it
 per tile.  Splits are merged by log-sum-exp.  Serves every codec but Algorithm 2 for values.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -31,6 +30,9 @@ from turboquant.store import CompressedBlockStore
 TARGET_PROGRAMS = 512  # a few waves on any current GPU; independent of lengths, so a captured graph may keep it
 MAX_SPLITS = 32
 MAX_DIM = 256
+# 64 rows would be Hopper's asynchronous products, which Triton 3.6 and 3.7 compile to reads beyond shared memory, and
+# ptxas 12.9 to reads of registers that hold something else by then (triton-lang/triton issues 11366 and 11781).
+MAX_ROWS = 32
 SPAN_TOKENS = tl.constexpr(SPAN)
 # Plain tf32 is off by 5e-3 at logits of 10; AMD's matrix units take float32 and know no tf32x3.
 PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
@@ -133,23 +135,16 @@ class Tile(NamedTuple):
     stages: int
 
 
-def choose_tile(rows: int, dim: int, operands: int, hopper: bool) -> Tile:
+def choose_tile(rows: int, dim: int, operands: int) -> Tile:
     """Tile for `rows` query rows per KV head, of what compiles into registers and 99 KiB of shared memory.
 
-    operands: what query rows are multiplied with beside keys.  Hopper has room for more (112 KiB), and its larger
-    products read one operand from shared memory.
+    operands: what query rows are multiplied with beside keys.
     """
     dims = triton.next_power_of_2(dim)
-    room = (8192 if hopper and dims <= 128 else 4096) >> operands
-    size = max(16, min(triton.next_power_of_2(rows), room // dims))
+    size = max(16, min(triton.next_power_of_2(rows), (4096 >> operands) // dims, MAX_ROWS))
     small = size * dims <= 2048
     pipelined = small and not operands and not torch.version.hip  # AMD's 64 KiB hold one stage
-    return Tile(size, 32 if size <= 32 and dims <= 128 else 16, 4 if small else 8, 3 if pipelined else 1)
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
+    return Tile(size, 32 if dims <= 128 else 16, 4 if small else 8, 3 if pipelined else 1)
 
 
 def serves(layer: LayerCache) -> bool:
@@ -192,7 +187,7 @@ def history_attention(
     n, heads, group, query_len, dim = query.shape
     rows, sketched = group * query_len, isinstance(store.codec.key, TurboQuantProd)
     cos_sin, turns = store.codec.rotary.cos_sin, store.codec.rotary.turns
-    tile = choose_tile(rows, dim, sketched + turns, is_hopper(query.device))
+    tile = choose_tile(rows, dim, sketched + turns)
     row_tiles = triton.cdiv(rows, tile.rows)
     splits = min(MAX_SPLITS, max(1, TARGET_PROGRAMS // (n * heads * row_tiles)))
     out = query.new_empty(n, heads, splits, rows, dim)

@@ -20,6 +20,7 @@ row.  "Ours" is the whole of an attention layer's decode: query preparation, his
 import argparse
 import json
 import math
+import os
 import shlex
 import statistics
 import subprocess
@@ -27,7 +28,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -429,11 +431,13 @@ def engine(arguments: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     cases = list(engine_cases(arguments))
-    report: dict[str, Any] = {"command": own_command(), "engines": {}, "rows": [], "serving": [], "failed": {}}
-    with tqdm(total=sum(1 + len(case.shapes) + len(case.loads) for case in cases)) as bar:
+    report: dict[str, Any] = {"command": own_command(), "engines": {}, "failed": {}}
+    report |= {"rows": [], "serving": [], "starts": []}
+    steps = sum(1 + len(case.shapes) + len(case.loads) + 2 * arguments.starts for case in cases)
+    with tqdm(total=steps) as bar:
         for case in cases:
             bar.set_description(case.contender)
-            for kind, found in run_case(case):
+            for kind, found in chain(run_case(case), measure_starts(case) if arguments.starts else ()):
                 collect(report, case.contender, kind, found)
                 bar.update()
                 write_report(arguments.json, report)
@@ -443,7 +447,7 @@ def engine(arguments: argparse.Namespace) -> None:
 
 
 def engine_cases(arguments: argparse.Namespace) -> Iterator[Case]:
-    loads = tuple(Load(rate, *arguments.load) for rate in arguments.rates)
+    loads = tuple(Load(rate, *arguments.load, arguments.sharing) for rate in arguments.rates)
     options = json.loads(arguments.engine)
     for contender in arguments.contenders.split(","):
         yield Case(
@@ -452,7 +456,18 @@ def engine_cases(arguments: argparse.Namespace) -> Iterator[Case]:
         )  # fmt: skip
 
 
-def run_case(case: Case) -> Iterator[tuple[str, Any]]:
+def measure_starts(case: Case) -> Iterator[tuple[str, Any]]:
+    """("starts", seconds) of two engines that do nothing else, the first with an empty cache of compiled kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        for cache in ("empty", "filled"):
+            for kind, found in run_case(replace(case, shapes=(), loads=()), {"TRITON_CACHE_DIR": folder}):
+                if kind == "engine":
+                    yield "starts", {"contender": case.contender, "cache": cache, "start_s": found["start_s"]}
+                else:
+                    yield kind, found
+
+
+def run_case(case: Case, environment: dict[str, str] | None = None) -> Iterator[tuple[str, Any]]:
     """("engine", "row" or "serving", what the process printed), and ("failed", why) if it did not end well."""
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "case.json"), Path(folder, "log.txt")
@@ -460,7 +475,9 @@ def run_case(case: Case) -> Iterator[tuple[str, Any]]:
         command = [sys.executable, "-m", "turboquant.integration.engine_benchmark", str(file)]
         with (
             log.open("w") as errors,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as run,
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **(environment or {})}
+            ) as run,
         ):
             assert run.stdout is not None
             for line in run.stdout:
@@ -475,7 +492,7 @@ def collect(report: dict[str, Any], contender: str, kind: str, found: Any) -> No
     if kind in ("engine", "failed"):
         report["engines" if kind == "engine" else kind][contender] = found
     else:
-        report["rows" if kind == "row" else kind].append(found)
+        report["rows" if kind == "row" else kind].append(found)  # also "serving" and "starts"
 
 
 def print_engines(report: dict[str, Any]) -> None:
@@ -490,6 +507,8 @@ def print_engines(report: dict[str, Any]) -> None:
     for row in report["serving"]:
         print(f"{row['contender']:22} {row['rate']:g} requests/s: {row['output_tok_s']:.0f} tokens/s, first token "
               f"{row['ttft_ms_p50']:.0f} ms, then {row['tpot_ms_p50']:.1f} ms each")  # fmt: skip
+    for row in report["starts"]:
+        print(f"{row['contender']:22} starts in {row['start_s']:.1f} s with its cache of kernels {row['cache']}")
     for contender, reason in report["failed"].items():
         print(f"{contender:22} failed: {' '.join(reason)}")
 
@@ -660,6 +679,8 @@ def main() -> None:
     part.add_argument("--rates", nargs="*", type=float, default=[], help="serving loads: requests per second")
     part.add_argument("--load", nargs=4, type=int, default=[96, 12288, 4096, 256], metavar="N",
                       help="of a serving load: requests, shared tokens, own tokens, output tokens")  # fmt: skip
+    part.add_argument("--sharing", type=int, default=4, help="requests of a serving load that share a document")
+    part.add_argument("--starts", action="store_true", help="time starts too, without compiled kernels and again")
     part.add_argument("--json", type=Path)
     part.add_argument("--plot", type=Path, help="PNG; needs matplotlib")
     part = commands.add_parser("quality", help="distance from the native cache, on the decode path")

@@ -26,11 +26,10 @@ def script():
 LOAD = bench.Load(rate=2.0, requests=6, shared=20, own=10, output=4, sharing=2)
 
 
-def test_requests_of_a_load_share_prefixes_in_groups():
-    ids = [p["prompt_token_ids"] for p in LOAD.prompts(random.Random(0), 1000)]
+def test_requests_of_a_load_ask_about_documents_in_turn():
+    documents, ids = ([p["prompt_token_ids"] for p in part] for part in LOAD.prompts(random.Random(0), 1000))
     assert len(ids) == 6 and {len(i) for i in ids} == {30}
-    prefixes = [tuple(i[:20]) for i in ids]
-    assert prefixes[0] == prefixes[1] and len(set(prefixes)) == 3
+    assert [i[:20] for i in ids] == documents * 2 and len(set(map(tuple, documents))) == 3
     assert len({tuple(i[20:]) for i in ids}) == 6
 
 
@@ -70,7 +69,7 @@ def test_a_load_is_served_to_the_end(monkeypatch):
     monkeypatch.setattr(bench, "greedy", lambda count: count)
     engine = FakeEngine()
     llm = type("LLM", (), {"llm_engine": engine})
-    requests = bench.serve(llm, LOAD, LOAD.prompts(random.Random(0), 100), [0.0, 0.0, 0.01, 0.02, 0.03, 0.04])
+    requests = bench.serve(llm, LOAD, LOAD.prompts(random.Random(0), 100)[1], [0.0, 0.0, 0.01, 0.02, 0.03, 0.04])
     assert [request.tokens for request in requests] == [LOAD.output] * 6
     assert all(request.arrival <= request.first <= request.last for request in requests)
     assert max(engine.batches) >= 2
@@ -121,6 +120,22 @@ def test_pictures_of_the_readme(tmp_path, monkeypatch):
     plots.write(tmp_path)
     for name in plots.PLOTS:
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG" and (SCRIPT.parent / "benchmarks" / name).is_file()
+
+
+def test_starts_are_timed_without_compiled_kernels_and_again(script, monkeypatch):
+    def run_case(case, environment):
+        folder = Path(environment["TRITON_CACHE_DIR"])
+        found = {"start_s": 2.0 if any(folder.iterdir()) else 9.0, "capacity_tokens": 1}
+        (folder / "kernel").touch()
+        assert case.shapes == case.loads == ()
+        yield "engine", found
+
+    monkeypatch.setattr(script, "run_case", run_case)
+    found = list(script.measure_starts(bench.Case("k4v4", shapes=((1, 2),), loads=(LOAD,))))
+    assert found == [
+        ("starts", {"contender": "k4v4", "cache": "empty", "start_s": 9.0}),
+        ("starts", {"contender": "k4v4", "cache": "filled", "start_s": 2.0}),
+    ]
 
 
 @pytest.mark.engine

@@ -63,7 +63,12 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that arrive at random (Poisson), `rate` a second; every `sharing` of them start with the same tokens."""
+    """Requests that arrive at random (Poisson), `rate` a second, each on one of requests / sharing documents in turn.
+
+    A request is `shared` tokens of its document and `own` tokens, and produces `output` tokens.  The documents have
+    been read once before the load begins, as in a service that has been up for a while; whether they are still cached
+    when they are asked about again is up to the cache.
+    """
 
     rate: float
     requests: int
@@ -76,9 +81,11 @@ class Load:
     def context(self) -> int:
         return self.shared + self.own + self.output
 
-    def prompts(self, rng: random.Random, vocab: int) -> list[Prompt]:
-        prefixes = [tokens(rng, self.shared, vocab) for _ in range(-(-self.requests // self.sharing))]
-        return [prompt(prefixes[i // self.sharing] + tokens(rng, self.own, vocab)) for i in range(self.requests)]
+    def prompts(self, rng: random.Random, vocab: int) -> tuple[list[Prompt], list[Prompt]]:
+        """The documents, and the requests in their order."""
+        documents = [tokens(rng, self.shared, vocab) for _ in range(-(-self.requests // self.sharing))]
+        asked = [documents[i % len(documents)] + tokens(rng, self.own, vocab) for i in range(self.requests)]
+        return list(map(prompt, documents)), list(map(prompt, asked))
 
 
 @dataclass(frozen=True)
@@ -268,8 +275,9 @@ def percentile(values: list[float], share: float) -> float:
 
 def measure_load(case: Case, llm: Any, load: Load) -> dict[str, Any]:
     rng, vocab = random.Random(case.seed), llm.llm_engine.vllm_config.model_config.get_vocab_size()
-    prompts, moments = load.prompts(rng, vocab), arrivals(load, rng)
+    (documents, prompts), moments = load.prompts(rng, vocab), arrivals(load, rng)
     llm.reset_prefix_cache()
+    llm.generate(documents, greedy(1), use_tqdm=False)
     llm.generate([prompt(tokens(rng, load.own, vocab))] * 2, greedy(STEADY_STEPS), use_tqdm=False)
     requests = serve(llm, load, prompts, moments)
     took = max(request.last for request in requests)

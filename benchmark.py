@@ -460,7 +460,8 @@ def measure_starts(case: Case) -> Iterator[tuple[str, Any]]:
     """("starts", seconds) of two engines that do nothing else, the first with an empty cache of compiled kernels."""
     with tempfile.TemporaryDirectory() as folder:
         for cache in ("empty", "filled"):
-            for kind, found in run_case(replace(case, shapes=(), loads=()), {"TRITON_CACHE_DIR": folder}):
+            bare = replace(case, shapes=(), loads=(), engine={"max_model_len": case.max_len, **case.engine})
+            for kind, found in run_case(bare, {"TRITON_CACHE_DIR": folder}):
                 if kind == "engine":
                     yield "starts", {"contender": case.contender, "cache": cache, "start_s": found["start_s"]}
                 else:

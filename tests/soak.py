@@ -37,7 +37,7 @@ LIMITS = {"max_model_len": 320, "max_num_batched_tokens": 64, "num_gpu_blocks_ov
 GPU_LIMITS = {
     "max_model_len": 2048, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 640, "max_num_seqs": 32,
     "dtype": "bfloat16", "enforce_eager": False, "skip_tokenizer_init": True,
-    "gpu_memory_utilization": 0.3,
+    "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 4 << 30,  # not measured, so that others may be there
     "compilation_config": gpu_engine.GRAPHS | {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]},
 }  # fmt: skip
 

@@ -127,7 +127,7 @@ def test_starts_are_timed_without_compiled_kernels_and_again(script, monkeypatch
         folder = Path(environment["TRITON_CACHE_DIR"])
         found = {"start_s": 2.0 if any(folder.iterdir()) else 9.0, "capacity_tokens": 1}
         (folder / "kernel").touch()
-        assert case.shapes == case.loads == ()
+        assert case.shapes == case.loads == () and bench.engine_arguments(case)["max_model_len"] == 2 + 72 + 16
         yield "engine", found
 
     monkeypatch.setattr(script, "run_case", run_case)

@@ -125,7 +125,7 @@ class Case:
     @property
     def max_len(self) -> int:
         needed = [length + self.lengths[1] for _, length in self.shapes] + [load.context for load in self.loads]
-        return max(needed) + 16
+        return max(needed, default=0) + 16
 
 
 def check_contender(name: str) -> None:

@@ -5,11 +5,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers import normal
+from helpers import make_rotary, normal
 from test_kernel_history import CODECS, DEVICE, make_codec
 
-from turboquant.codec import KVCodec
-from turboquant.kernels.transcode import decode_rows
+from turboquant.codec import KeyTransform, KVCodec
+from turboquant.config import TurboQuantConfig
+from turboquant.kernels.transcode import decode_rows, lift
 from turboquant.quantizer import GroupQuantizer, TurboQuantProd
 from turboquant.rotation import qjl_matrix
 from turboquant.store import CompressedBlockStore
@@ -68,6 +69,17 @@ def test_rows_of_every_codec(name, dim, count):
 def test_head_sizes(name, dim):
     store, slots = make_store(make_codec(HEADS, dim, CODECS[name]))
     assert_close(decode_rows(store, slots[:9], torch.float32, rotated=False), store.read_slots(slots[:9]))
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (40, 130), (31, 33), (500, 900), (0, 1200)])
+def test_lift(dim, turns, first, last):
+    """One span, several, some behind the table's end, and more than a program takes."""
+    rotary = make_rotary(dim, 640) if turns else None
+    transform = KeyTransform(normal(HEADS, dim, seed=5), normal(HEADS, dim, seed=6).exp(), rotary)
+    codec = KVCodec.build(TurboQuantConfig(), 1, HEADS, dim, transform, DEVICE)
+    assert_close([lift(codec, first, last)], [codec.lift(first, last)])
 
 
 @pytest.mark.parametrize("name", ["k8v4", "k4v4", "prod4-group4"])

@@ -132,9 +132,8 @@ class KVCodec:
 
     def lift(self, first: int, last: int) -> torch.Tensor:
         """What decoded keys at positions [first, last) lack, in their basis: float32 [spans, H_kv, d], a row a span."""
-        start = first // SPAN if self.rotary.turns else 0
-        stop = min((last - 1) // SPAN + 1, len(self.rotary.cos_sin))
-        positions = torch.arange(min(start, stop - 1), stop, device=self.center.device) * SPAN
+        start, stop = self.rotary.span_range(first, last)
+        positions = torch.arange(start, stop, device=self.center.device) * SPAN
         centers = self.rotary.turn(self.transform.center, positions)
         return (centers * self.transform.gain) @ self.key.rotation.matrix.T
 

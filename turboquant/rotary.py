@@ -70,6 +70,11 @@ class Rotary:
         """Row of `cos_sin` int64 for positions of any shape."""
         return (positions.long() // SPAN).clamp(0, len(self.cos_sin) - 1)
 
+    def span_range(self, first: int, last: int) -> tuple[int, int]:
+        """First row of `cos_sin`, and the one behind the last, of the positions [first, last)."""
+        stop = min((last - 1) // SPAN + 1, len(self.cos_sin))
+        return min(first // SPAN, stop - 1), stop
+
     def quarter(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., d], every pair turned by a right angle."""
         turned = torch.empty_like(x)

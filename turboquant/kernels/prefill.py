@@ -17,7 +17,7 @@ import triton.language as tl
 
 from turboquant.capture import LayerCache
 from turboquant.kernels.matrix import SplitMatrix
-from turboquant.kernels.transcode import Rows, decode_span
+from turboquant.kernels.transcode import Rows, decode_span, lift
 from turboquant.score import WORKSPACE_TOKENS, Own, Partial, QueryGroup
 
 ROWS = 32  # query rows of a program: with CHUNK coordinates at a time, all head sizes stay in registers
@@ -257,7 +257,7 @@ class StagedPrefill:
         """Tokens [first, last) of a request in the codec's bases, keys whole; exact ones where the ring has them."""
         window, codec, ring = group.plan.window, self.layer.codec, self.layer.recent
         blocks = group.plan.batch.block_table[row].contiguous()
-        rows = decode_span(self.layer.store, blocks, first, last, dtype, lift=codec.lift(first, last))
+        rows = decode_span(self.layer.store, blocks, first, last, dtype, lift=lift(codec, first, last))
         columns = window.present.shape[1]
         if not columns or (first >= window.sinks and cached - window.recent >= last):
             return rows

@@ -1,12 +1,14 @@
 """Compressed pages to dense rows in plain Triton, for attention kernels that read nothing else.
 
-The twins are `CompressedBlockStore.read` (rotated rows) and `CompressedBlockStore.read_slots` (original basis).
+The twins are `CompressedBlockStore.read` (rotated rows), `CompressedBlockStore.read_slots` (original basis) and
+`KVCodec.lift`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from turboquant.codec import KVCodec
 from turboquant.kernels.pages import code_table, load_codes, load_rows, load_scalar, page_side, sketch_signs
 from turboquant.quantizer import Quantizer, TurboQuantProd
 from turboquant.rotary import SPAN
@@ -48,6 +50,38 @@ def turned_centers(center, wide, line, span, coordinate, HEADS_D: tl.constexpr, 
     quarter = tl.load(center + HEADS_D + line + coordinate, mask=inside, other=0.0)
     turned = tl.load(cosine, mask=inside[None, :], other=0.0).to(tl.float32) * own[None, :]
     return turned + tl.load(cosine + D, mask=inside[None, :], other=0.0).to(tl.float32) * quarter[None, :]
+
+
+@triton.jit(do_not_specialize=["start", "count"])
+def _lift_kernel(
+    center, wide, gain, rotation, out, start, count, H: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
+    CHUNK: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Centres of the spans start, start + 1, ... in the basis of decoded keys: out float32 [count, H, D]."""
+    head, row, column = tl.program_id(1), tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, DIMS)
+    span = start + tl.minimum(row, count - 1)
+    acc = tl.zeros([T, DIMS], tl.float32)
+    for first in range(0, D, CHUNK):
+        coordinate = first + tl.arange(0, CHUNK)
+        rows = turned_centers(center, wide, head * D, span, coordinate, H * D, D)
+        rows *= tl.load(gain + head * D + coordinate, mask=coordinate < D, other=0.0)[None, :]
+        inside = (coordinate < D)[:, None] & (column < D)[None, :]
+        weights = tl.load(rotation + column[None, :] * D + coordinate[:, None], mask=inside, other=0.0)
+        acc += tl.dot(rows, weights, input_precision="ieee")
+    address = (row * H + head)[:, None] * D + column[None, :]
+    tl.store(out + address, acc, mask=(row < count)[:, None] & (column < D)[None, :])
+
+
+def lift(codec: KVCodec, first: int, last: int) -> torch.Tensor:
+    """`KVCodec.lift` in one launch."""
+    rotary, (heads, dim) = codec.rotary, codec.transform.center.shape
+    start, stop = rotary.span_range(first, last)
+    out = torch.empty(stop - start, heads, dim, device=codec.center.device)
+    _lift_kernel[(triton.cdiv(stop - start, 16), heads)](
+        codec.center, rotary.wide, codec.transform.gain, codec.key.rotation.matrix, out, start, stop - start, H=heads,
+        D=dim, DIMS=triton.next_power_of_2(dim), CHUNK=16, T=16, num_stages=1,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit(do_not_specialize=["first", "count", "spans"], do_not_specialize_on_alignment=["places"])

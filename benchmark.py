@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from turboquant.batch import AttentionBatch
-from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan
+from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan, exact_entries
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import PRESETS, TurboQuantConfig
 from turboquant.demo import smollm2
@@ -302,7 +302,7 @@ class Ours:
     def _cache(self, shape: Shape, codec: KVCodec) -> tuple[LayerCache, StepPlan, KVCaptureEngine]:
         per = -(-shape.length // BLOCK)
         blocks = shape.batch * per
-        engine = KVCaptureEngine(blocks, BLOCK, WINDOW, shape.batch * (WINDOW // BLOCK + 2), "cuda")
+        engine = KVCaptureEngine(blocks, BLOCK, WINDOW, shape.batch * exact_entries(WINDOW, 0, BLOCK), "cuda")
         layer = engine.add_layer("layer", codec, shape.hkv, torch.bfloat16)
         pages = layer.store.pages
         pages.random_(0, 256)
@@ -375,7 +375,7 @@ class Chunk:
     def _engine(self) -> tuple[LayerCache, KVCaptureEngine]:
         codec = layer_codec(self.preset, self.hkv, self.d, self.cached + self.rows)
         blocks = -(-(self.cached + self.rows) // BLOCK)
-        engine = KVCaptureEngine(blocks, BLOCK, WINDOW, WINDOW // BLOCK + 2, "cuda")
+        engine = KVCaptureEngine(blocks, BLOCK, WINDOW, exact_entries(WINDOW, 0, BLOCK), "cuda")
         return engine.add_layer("layer", codec, self.hkv, torch.bfloat16), engine
 
     def _batch(self, rows: int, total: int, table: torch.Tensor) -> AttentionBatch:

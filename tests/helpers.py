@@ -1,5 +1,6 @@
 """Oracles and fixtures of several test files, written from the documented layout and rules, not from the code."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
@@ -307,8 +308,8 @@ class Scheduler:
 class AmpleRing:
     """The exact ring's rule with room for everything, in plain sets.
 
-    A block gets an entry when one of the last `window` or first `sinks` tokens of its request is written into it; from
-    then on every token written into the block is held exactly.
+    A part of a block gets an entry when one of the last `window` or first `sinks` tokens of its request is written into
+    it; from then on every token written into the part is held exactly.  held: offsets, by block and part.
     """
 
     def __init__(self, window, block_size, sinks=0):
@@ -321,7 +322,7 @@ class AmpleRing:
         for request, history, new in step.parts:
             recent = range(max(history, history + new - self.window), history + new)
             for position in (*recent, *range(history, min(history + new, self.sinks))):
-                self.held.setdefault(request.blocks[position // self.block_size], set())
+                self.held.setdefault(self._part(request.blocks[position // self.block_size], position), set())
         for request, history, _ in step.parts:
             start = max(0, history - self.window)
             wanted = (*range(min(self.sinks, start)), *range(start, history))
@@ -330,8 +331,11 @@ class AmpleRing:
 
     def write(self, step):
         for slot in step.slots.tolist():
-            if slot >= 0 and slot // self.block_size in self.held:
-                self.held[slot // self.block_size].add(slot % self.block_size)
+            if slot >= 0 and (part := self._part(slot // self.block_size, slot)) in self.held:
+                self.held[part].add(slot % self.block_size)
+
+    def _part(self, block, position):
+        return block, position % self.block_size // math.gcd(self.block_size, 16)
 
     def _holds(self, block, position):
-        return position % self.block_size in self.held.get(block, ())
+        return position % self.block_size in self.held.get(self._part(block, position), ())

@@ -5,7 +5,7 @@ import torch
 from helpers import AmpleRing, Request, Scheduler, build_codec, normal, plain_step, rng
 
 from turboquant.batch import AttentionBatch
-from turboquant.capture import ExactRing, KVCaptureEngine, exact_blocks
+from turboquant.capture import ExactRing, KVCaptureEngine, exact_entries
 
 
 class Tracked:
@@ -38,8 +38,8 @@ class Tracked:
     def check_tables(self):
         """Blocks and entries point at each other."""
         ring = self.ring
-        blocks = (ring.slot_of_block >= 0).nonzero().flatten()
-        assert torch.equal(ring.owner[ring.slot_of_block[blocks]], blocks)
+        blocks = (ring.entry_of_part >= 0).nonzero().flatten()
+        assert torch.equal(ring.owner[ring.entry_of_part[blocks]], blocks)
         assert int((ring.owner >= 0).sum()) == len(blocks) <= ring.capacity
 
     @property
@@ -97,12 +97,14 @@ def window_of(request, window, new):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("window", "block_size", "sinks"),
-    [(1, 8, 0), (7, 8, 0), (8, 8, 8), (9, 8, 3), (24, 8, 0), (5, 1, 4), (20, 16, 4), (0, 8, 5)],
-)
+    [(1, 8, 0), (7, 8, 0), (8, 8, 8), (9, 8, 3), (24, 8, 0), (5, 1, 4), (20, 16, 4), (0, 8, 5), (17, 32, 20),
+     (9, 24, 0), (0, 48, 40)],
+)  # fmt: skip
 def test_exact_iff_in_the_window_or_a_sink_and_still_there(window, block_size, sinks, seed):
     """With room for all blocks, exactly what plain sets say; prefix hits, preemption, rejected drafts."""
-    scheduler = Scheduler(seed, num_blocks=240 // block_size + 8, block_size=block_size)
-    ring, model = Tracked(300, block_size, window, 300, sinks), AmpleRing(window, block_size, sinks)
+    length = max(90, 4 * block_size)
+    scheduler = Scheduler(seed, num_blocks=240 // block_size + 8, block_size=block_size, max_length=length)
+    ring, model = Tracked(300, block_size, window, 600, sinks), AmpleRing(window, block_size, sinks)
     seen = 0
     for _ in range(60):
         step = scheduler.step()
@@ -144,20 +146,32 @@ def blocks_of_next_reads(step, window, block_size, sinks):
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 3, 8])
-@pytest.mark.parametrize("block_size", [1, 4, 8])
+@pytest.mark.parametrize("block_size", [1, 4, 8, 24])
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 5, 8, 11])
 def test_every_residue_of_the_length(block_size, window, sinks):
     """Prompts of every length modulo the block size, then a decode over two more blocks."""
     sinks = min(sinks, block_size)
     for length in range(1, 2 * block_size + 2):
-        capacity = exact_blocks(window, sinks, block_size)
-        driver = Driver(Tracked(64, block_size, window, capacity, sinks), block_size, length=48)
+        capacity = exact_entries(window, sinks, block_size)
+        driver = Driver(Tracked(64, block_size, window, capacity, sinks), block_size, length=5 * block_size + 8)
         request = driver.request()
         driver.step({request: length})
         for _ in range(2 * block_size + 1):
             exact = driver.step({request: 1})[request]
             assert exact == sorted({*range(min(sinks, length)), *window_of(request, window, 1)})
             length += 1
+
+
+def test_large_blocks_cost_no_more_than_small_ones():
+    """A hybrid model's block of 528 tokens holds a window of 20 in 3 entries of 16, and sinks of 4 in one."""
+    ring = ExactRing(8, 528, 20, 4, sinks=4)
+    assert ring.size == 16 and ring.tokens == ring.tokens_per_request == 64 and len(ring.entry_of_part) == 8 * 33
+    driver = Driver(Tracked(8, 528, 20, 4, sinks=4), 528, length=1100)
+    request = driver.request()
+    driver.step({request: 530})
+    for _ in range(40):
+        exact = driver.step({request: 1})[request]
+        assert exact == [*range(4), *window_of(request, 20, 1)]
 
 
 def test_chunks_write_sinks_in_parts():
@@ -175,13 +189,18 @@ def test_a_shared_first_block_is_exact_for_all_who_share_it():
     assert ring.run(plain_step([(second, 16, 2)], 8, first_row=50))[0][:4] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 4, 8, 16])
-def test_exact_blocks_is_the_most_that_a_window_can_touch_and_one_for_sinks(block_size):
-    """`window` cached tokens and the one being written, at the worst alignment."""
+@pytest.mark.parametrize(
+    ("block_size", "size"), [(1, 1), (3, 1), (4, 4), (8, 8), (16, 16), (24, 8), (48, 16), (528, 16)]
+)
+def test_exact_entries_are_the_most_that_a_window_can_touch_and_those_of_sinks(block_size, size):
+    """`window` cached tokens and the one being written, at the worst alignment; sinks lie in one block."""
     for window in range(1, 40):
-        touched = [len({p // block_size for p in range(start, start + window + 1)}) for start in range(block_size)]
-        assert exact_blocks(window, 0, block_size) == max(touched) == exact_blocks(window, 4, block_size) - 1
-    assert exact_blocks(0, 0, block_size) == 0
+        touched = [len({p // size for p in range(start, start + window + 1)}) for start in range(block_size)]
+        assert exact_entries(window, 0, block_size) == max(touched)
+        for sinks in (1, 4, 17, 600):
+            first = {p // size for p in range(min(sinks, block_size))}
+            assert exact_entries(window, sinks, block_size) == max(touched) + len(first)
+    assert exact_entries(0, 0, block_size) == 0
 
 
 @pytest.mark.parametrize("sinks", [0, 5])
@@ -259,10 +278,10 @@ def decodes_beside_a_long_prompt(ring, block_size, window):
     return kept / wanted
 
 
-@pytest.mark.parametrize(("window", "block_size"), [(32, 8), (33, 8), (48, 16), (10, 1)])
+@pytest.mark.parametrize(("window", "block_size"), [(32, 8), (33, 8), (48, 16), (10, 1), (40, 96)])
 def test_long_prompt_does_not_push_out_live_windows(window, block_size):
     """Why the ring is not first-in-first-out: the same capacity in that order loses the windows of running requests."""
-    capacity = 4 * exact_blocks(window, 0, block_size)
+    capacity = 4 * exact_entries(window, 0, block_size)
     num_blocks = 4 * (1600 // block_size + 1)
     assert decodes_beside_a_long_prompt(Tracked(num_blocks, block_size, window, capacity), block_size, window) == 1
     assert decodes_beside_a_long_prompt(FirstInFirstOut(window, block_size, capacity), block_size, window) < 0.75
@@ -271,7 +290,7 @@ def test_long_prompt_does_not_push_out_live_windows(window, block_size):
 def run_decodes(seed, max_seqs, window, block_size, choose):
     """Requests come, decode when `choose` says so, and go; every step must find all windows complete."""
     random = rng(seed, 3)
-    capacity = max_seqs * exact_blocks(window, 0, block_size)
+    capacity = max_seqs * exact_entries(window, 0, block_size)
     driver = Driver(Tracked(4000, block_size, window, capacity), block_size, length=60)
     running, steps = [], 0
     while steps < 120:
@@ -288,19 +307,19 @@ def run_decodes(seed, max_seqs, window, block_size, choose):
         steps += 1
 
 
-@pytest.mark.parametrize(("window", "block_size"), [(1, 4), (4, 4), (5, 4), (9, 4), (16, 8), (6, 1)])
+@pytest.mark.parametrize(("window", "block_size"), [(1, 4), (4, 4), (5, 4), (9, 4), (16, 8), (6, 1), (20, 32), (9, 24)])
 @pytest.mark.parametrize("max_seqs", [1, 2, 5])
 def test_capacity_suffices_while_all_requests_run(max_seqs, window, block_size):
-    """max_seqs * exact_blocks entries hold all windows when every running request is in every batch."""
+    """max_seqs * exact_entries entries hold all windows when every running request is in every batch."""
     run_decodes(1, max_seqs, window, block_size, lambda random, running: running)
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("window", "block_size"), [(1, 4), (4, 4), (9, 4), (16, 8)])
+@pytest.mark.parametrize(("window", "block_size"), [(1, 4), (4, 4), (9, 4), (16, 8), (20, 32)])
 def test_capacity_suffices_for_every_interleaving_of_decodes(window, block_size, seed):
     """The same when requests sit out steps, while none comes or goes: no live window goes before retired blocks."""
     random, max_seqs = rng(2, seed), 3
-    driver = Driver(Tracked(200, block_size, window, max_seqs * exact_blocks(window, 0, block_size)), block_size, 150)
+    driver = Driver(Tracked(200, block_size, window, max_seqs * exact_entries(window, 0, block_size)), block_size, 150)
     running = [driver.request() for _ in range(max_seqs)]
     for request in running:
         driver.step({request: int(random.integers(1, 20))})
@@ -312,7 +331,7 @@ def test_capacity_suffices_for_every_interleaving_of_decodes(window, block_size,
 
 def test_requests_that_sit_out_steps_lose_exactness_only():
     """Others come meanwhile and take the entries: what is read stays right, and later windows are complete again."""
-    driver = Driver(Tracked(2000, 4, 9, 2 * exact_blocks(9, 0, 4)), 4, 60)
+    driver = Driver(Tracked(2000, 4, 9, 2 * exact_entries(9, 0, 4)), 4, 60)
     waits = driver.request()
     driver.step({waits: 20})
     for _ in range(4):
@@ -476,10 +495,10 @@ def test_locate_changes_nothing():
     request = driver.request()
     driver.step({request: 30})
     ring = driver.ring.ring
-    tables = [t.clone() for t in (ring.slot_of_block, ring.owner, ring.used, ring.written)]
+    tables = [t.clone() for t in (ring.entry_of_part, ring.owner, ring.used, ring.written)]
     window = ring.locate(plain_step([(request, 30, 1)], 8).batch)
     assert window.present.all()
-    after = (ring.slot_of_block, ring.owner, ring.used, ring.written)
+    after = (ring.entry_of_part, ring.owner, ring.used, ring.written)
     assert all(torch.equal(a, b) for a, b in zip(tables, after, strict=True))
 
 

@@ -39,7 +39,7 @@ from hypothesis.stateful import (
 )
 
 from turboquant.batch import AttentionBatch
-from turboquant.capture import ExactRing, ExactWindow, KVCaptureEngine, StepPlan, plan_in_torch
+from turboquant.capture import ExactRing, ExactWindow, KVCaptureEngine, StepPlan, entry_size, plan_in_torch
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import PRESETS, Mode, TurboQuantConfig
 from turboquant.integration import compat
@@ -343,6 +343,9 @@ class Ring(AmpleRing):
         wanted = (*range(min(self.sinks, start)), *range(start, history))
         return [p for p in wanted if self._holds(request.blocks[p // self.block_size], p)]
 
+    def holds(self, slot):
+        return self._holds(slot // self.block_size, slot)
+
     def clear(self):
         self.held.clear()
 
@@ -353,7 +356,7 @@ class System:
     def __init__(self, geometry, backend):
         self.geometry, self.backend = geometry, backend
         g = geometry
-        ample = g.num_blocks if g.capacity is None else g.capacity
+        ample = g.num_blocks * (g.block_size // entry_size(g.block_size)) if g.capacity is None else g.capacity
         self.engine = KVCaptureEngine(g.num_blocks, g.block_size, g.window, ample, backend.device, g.sinks)
         self.layers = [Layer(g, backend, self.engine, i) for i in range(g.layers)]
         self.model = Ring(g.window, g.block_size, g.sinks) if g.capacity is None else None
@@ -838,9 +841,8 @@ class ModesMachine(RuleBasedStateMachine):
 
     def decode_stale(self):
         """Going native: exactly from the ring where it holds the token, else as it was compressed."""
-        size = self.serving.geometry.block_size
         for slot in self.stale:
-            held = slot % size in self.ring.held.get(slot // size, ())
+            held = self.ring.holds(slot)
             layers = len(self.oracles)
             self.native[slot] = self.exact_rows[slot].expand(layers, -1, -1, -1) if held else self.stored[slot]
         self.stale = set()

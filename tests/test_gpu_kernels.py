@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from turboquant.batch import AttentionBatch  # noqa: E402
-from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan  # noqa: E402
+from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan, exact_entries  # noqa: E402
 from turboquant.codec import KeyTransform, KVCodec  # noqa: E402
 from turboquant.config import TurboQuantConfig  # noqa: E402
 from turboquant.kernels import choose_kernels  # noqa: E402
@@ -69,7 +69,7 @@ def make_case(
         transform = KeyTransform(normal(g, hkv, d) * 2, gain, rotary)
     codec = KVCodec.build(TurboQuantConfig(**options), 0, hkv, d, transform, "cuda")
     n, per = len(lens), (max(lens) + q) // block + 2
-    engine = KVCaptureEngine(n * per, block, window, n * (window // block + 3), "cuda", sinks)
+    engine = KVCaptureEngine(n * per, block, window, n * (exact_entries(window, sinks, block) + 1), "cuda", sinks)
     layer = engine.add_layer("layer", codec, hkv, dtype)
     layer.store.pages.fill_(255)
     table = torch.randperm(n * per, generator=g, device="cuda").view(n, per).int()

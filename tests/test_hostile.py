@@ -343,7 +343,7 @@ ROWS = [
 
 def snapshot(cache):
     ring = cache._engine.ring
-    tensors = (cache._layer.store.pages, cache._layer.recent.keys, ring.slot_of_block, ring.owner, ring.written)
+    tensors = (cache._layer.store.pages, cache._layer.recent.keys, ring.entry_of_part, ring.owner, ring.written)
     return [x.clone() for x in tensors], len(cache)
 
 

@@ -211,12 +211,14 @@ def compile_ring(capability):
 
     types = {
         "*i32": "QUERY_START SEQ_LENS TABLE NUMBER LINES",
-        "*i64": "SLOT_OF_BLOCK OWNER USED INDEX",
+        "*i64": "ENTRY_OF_PART OWNER USED INDEX",
         "*u8": "WRITTEN PRESENT",
     }
     values = {name: kind for kind, names in types.items() for name in names.split()}
-    sizes = {"W": 128, "BS": 32, "COLS": 8, "ROWS": ring.REQUESTS, "CAPACITY": 1280, "ENTRIES": 2048, "BYTES": 32}
-    values |= dict.fromkeys(ring.COUNTS, 1001) | sizes | {"RETIRED": 0, "SINKS": 16, "C": 144, "COLUMNS": 256}
+    sizes = {"W": 128, "BS": 32, "ES": 16, "COLS": 16, "ROWS": ring.REQUESTS, "CAPACITY": 2560, "ENTRIES": 4096}
+    values |= (
+        dict.fromkeys(ring.COUNTS, 1001) | sizes | {"RETIRED": 0, "SINKS": 16, "C": 144, "COLUMNS": 256, "BYTES": 16}
+    )
     kernels = {"plan": (ring._plan_kernel, 8), "locate": (ring._locate_kernel, 4)}
     return {
         name: resources(compile_for(kernel, {a: values[a] for a in kernel.arg_names}, capability, num_warps=warps))

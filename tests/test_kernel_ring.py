@@ -29,17 +29,20 @@ def planned(ring, batch):
 
 
 def assert_same(twin, ring):
-    for name in ("slot_of_block", "owner", "used", "written"):
+    for name in ("entry_of_part", "owner", "used", "written"):
         assert torch.equal(getattr(twin, name), getattr(ring, name)), name
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    ("window", "capacity", "sinks"), [(11, 12, 0), (20, 5, 4), (8, 40, 8), (0, 0, 0), (0, 6, 3), (15, 9, 16)]
-)
-def test_plan_is_the_twins(seed, window, capacity, sinks):
-    scheduler = Scheduler(seed, block_size=8)
-    twin, ring = (ExactRing(40, 8, window, capacity, DEVICE, sinks) for _ in range(2))
+    ("window", "capacity", "sinks", "block_size"),
+    [(11, 12, 0, 8), (20, 5, 4, 8), (8, 40, 8, 8), (0, 0, 0, 8), (0, 6, 3, 8), (15, 9, 16, 8),
+     (20, 9, 20, 32), (9, 60, 0, 24), (0, 7, 40, 48)],
+)  # fmt: skip
+def test_plan_is_the_twins(seed, window, capacity, sinks, block_size):
+    """Also where a block has several entries, and the sinks too."""
+    scheduler = Scheduler(seed, block_size=block_size, max_length=max(90, 3 * block_size))
+    twin, ring = (ExactRing(40, block_size, window, capacity, DEVICE, sinks) for _ in range(2))
     assigned = 0
     for _ in range(30):
         step = scheduler.step()

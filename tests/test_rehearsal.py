@@ -107,12 +107,12 @@ def test_rehearsal_of_the_twins(window):
 
 def test_rehearsal_of_the_plan_leaves_an_empty_ring():
     ring = ExactRing(40, BLOCK, 32, 9)
-    empty = [table.clone() for table in (ring.slot_of_block, ring.owner, ring.used, ring.written)]
+    empty = [table.clone() for table in (ring.entry_of_part, ring.owner, ring.used, ring.written)]
     lines, window = (
         torch.zeros(5, 4, dtype=torch.int32),
         ExactWindow(torch.zeros(5, 32, dtype=torch.int64), torch.zeros(5, 32, dtype=torch.bool)),
     )
     rehearse_plan(plan_in_torch, ring, lines, window)
-    for table, was in zip((ring.slot_of_block, ring.owner, ring.used, ring.written), empty, strict=True):
+    for table, was in zip((ring.entry_of_part, ring.owner, ring.used, ring.written), empty, strict=True):
         assert torch.equal(table, was)
     assert not window.present.any()

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant import score
 from turboquant.batch import AttentionBatch
-from turboquant.capture import KVCaptureEngine, StepPlan
+from turboquant.capture import KVCaptureEngine, StepPlan, entry_size
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import PRESETS, TurboQuantConfig
 from turboquant.score import HybridScorer, attend, merge
@@ -46,9 +46,8 @@ class World:
         if transform is not None:
             self.codec = KVCodec.build(TurboQuantConfig(**options), 0, heads, dim, transform)
         ample = capacity is None
-        self.engine = KVCaptureEngine(
-            num_blocks, block_size, window, num_blocks if ample else capacity, sinks=sinks
-        )  # fmt: skip
+        capacity = num_blocks * block_size // entry_size(block_size) if capacity is None else capacity
+        self.engine = KVCaptureEngine(num_blocks, block_size, window, capacity, sinks=sinks)
         self.layer = self.engine.add_layer("layer", self.codec, heads, dtype)
         self.layer.store.pages.fill_(fill)
         for ring_data in (self.layer.recent.keys, self.layer.recent.values):

@@ -1,15 +1,17 @@
 """The write path: every token is encoded into its page, and recent tokens are also kept exactly.
 
-The exact ring is a pool of blocks tagged by physical block id.  Encoding is write-through, so a lost ring entry is
-never wrong, only less exact.  Rule: a cached token is read exactly iff it is among the last `window` tokens before
-the step's own rows, or among the first `sinks` tokens of its sequence, and its ring entry is still there.  Sinks are
-what attention falls back on: their keys lie far from the others, and quantise worst where they count most.
+The exact ring is a pool of entries, each for the tokens of a part of a physical block.  Encoding is write-through, so
+a lost ring entry is never wrong, only less exact.  Rule: a cached token is read exactly iff it is among the last
+`window` tokens before the step's own rows, or among the first `sinks` tokens of its sequence, and its ring entry is
+still there.  Sinks are what attention falls back on: their keys lie far from the others, and quantise worst where they
+count most.
 
 Replacement is least-recently-used, not first-in-first-out: every step touches the live windows of its batch, so a
-long prompt that streams through the ring cannot push out the windows of running requests; blocks that have left their
+long prompt that streams through the ring cannot push out the windows of running requests; parts that have left their
 request's window go first.
 """
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,15 +23,23 @@ from turboquant.checks import check_float_dtype, check_int
 from turboquant.codec import KVCodec, rotary_bytes
 from turboquant.store import CompressedBlockStore
 
-
-def window_blocks(window: int, block_size: int) -> int:
-    """Blocks that `window` cached tokens and the token being written can touch."""
-    return -(-window // block_size) + 1 if window else 0
+ENTRY_TOKENS = 16  # of a ring entry: windows end within blocks, and those of hybrid models are large
 
 
-def exact_blocks(window: int, sinks: int, block_size: int) -> int:
+def entry_size(block_size: int) -> int:
+    """Tokens of a ring entry, which holds a part of a block."""
+    return math.gcd(block_size, ENTRY_TOKENS)
+
+
+def window_entries(window: int, size: int) -> int:
+    """Entries of `size` tokens that `window` cached tokens and the token being written can touch."""
+    return -(-window // size) + 1 if window else 0
+
+
+def exact_entries(window: int, sinks: int, block_size: int) -> int:
     """Ring entries of a request: of its window, and of its sinks, which lie in its first block."""
-    return window_blocks(window, block_size) + (sinks > 0)
+    size = entry_size(block_size)
+    return window_entries(window, size) + -(-min(sinks, block_size) // size)
 
 
 def exact_positions(cached: torch.Tensor, columns: int, sinks: int) -> torch.Tensor:
@@ -40,7 +50,7 @@ def exact_positions(cached: torch.Tensor, columns: int, sinks: int) -> torch.Ten
     return torch.where(column < sinks, sink, (start + column - sinks).clamp(min=-1))
 
 
-FREE, RETIRED = -1, 0  # clock of entries without a block, and of blocks that have left their request's window
+FREE, RETIRED = -1, 0  # clock of entries without a part, and of parts that have left their request's window
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,13 +90,14 @@ class ExactWindow:
 
 
 class ExactRing:
-    """Which blocks have exact entries; shared by the layers of a KV-cache group, whose data lie in `RingData`.
+    """Which tokens have exact entries; shared by the layers of a KV-cache group, whose data lie in `RingData`.
 
-    capacity: number of entries.  What n requests read exactly always fits into n * exact_blocks entries as long as
-    every running request is in every batch; one that sits out steps can lose exactness to those that came after it.
+    capacity: number of entries, of `size` tokens each; slot // size is the part of a block that an entry may hold.
+    What n requests read exactly always fits into n * exact_entries entries as long as every running request is in every
+    batch; one that sits out steps can lose exactness to those that came after it.
     sinks: first tokens that are kept exactly, a block of them at most.
-    Tables: slot_of_block int64 [num_blocks] (-1 = none), owner int64 [capacity] (-1 = free), used int64 [capacity]
-    (clock of last use), written bool [capacity, block_size].
+    Tables: entry_of_part int64 [num_blocks * block_size / size] (-1 = none), owner int64 [capacity] (-1 = free), used
+    int64 [capacity] (clock of last use), written bool [capacity, size].
     number int32 [num_blocks]: which block of its sequence a physical block is; of prefixes that requests share, too.
     """
 
@@ -103,17 +114,17 @@ class ExactRing:
         sizes = {"num_blocks": num_blocks, "window": window, "capacity": capacity, "sinks": sinks}
         for name, size in sizes.items():
             check_int(name, size)
-        self.block_size, self.capacity = block_size, capacity
+        self.block_size, self.capacity, self.size = block_size, capacity, entry_size(block_size)
         self.window, self.sinks = (window, min(sinks, block_size)) if capacity else (0, 0)
         self.step = 0  # the clock; two ticks a step
         # One more than is used of each: where writes go that have no target, so that nothing waits for a count.
         self._tables = (
-            torch.full((num_blocks + 1,), -1, device=device),
+            torch.full((num_blocks * (block_size // self.size) + 1,), -1, device=device),
             torch.full((capacity + 1,), -1, device=device),
             torch.full((capacity + 1,), FREE, device=device),
-            torch.zeros(capacity + 1, block_size, dtype=torch.bool, device=device),
+            torch.zeros(capacity + 1, self.size, dtype=torch.bool, device=device),
         )
-        self.slot_of_block, self.owner, self.used, self.written = (table[:-1] for table in self._tables)
+        self.entry_of_part, self.owner, self.used, self.written = (table[:-1] for table in self._tables)
         self._numbers = torch.zeros(num_blocks + 1, dtype=torch.int32, device=device)
         self.number = self._numbers[:-1]
 
@@ -125,12 +136,16 @@ class ExactRing:
     @property
     def tokens_per_request(self) -> int:
         """Exact tokens that the entries of one request hold."""
-        return exact_blocks(self.window, self.sinks, self.block_size) * self.block_size
+        return exact_entries(self.window, self.sinks, self.block_size) * self.size
 
     @property
     def tokens(self) -> int:
         """Exact tokens that the entries hold."""
-        return self.capacity * self.block_size
+        return self.capacity * self.size
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.number)
 
     @property
     def nbytes(self) -> int:
@@ -138,13 +153,13 @@ class ExactRing:
         return self._numbers.nbytes + sum(table.nbytes for table in self._tables)
 
     def plan(self, batch: AttentionBatch) -> ExactWindow:
-        """Start a step: touch what is live, give entries to the blocks written now, and locate what is exact."""
+        """Start a step: touch what is live, give entries to the parts written now, and locate what is exact."""
         self.step += 2
         self._number_written(batch)
         wanted = [self._plan_window(batch)] if self.window else []
         if self.sinks:
-            self._touch(self._first_block(batch, batch.seq_lens > 0), self.step)
-            wanted.append(self._first_block(batch, self._begins(batch)))
+            self._touch(self._first_parts(batch, (batch.seq_lens > 0)[:, None]), self.step)
+            wanted.append(self._first_parts(batch, self._begins(batch)))
         if wanted:
             self._assign(torch.cat(wanted, 1))
         return self.locate(batch)
@@ -163,23 +178,26 @@ class ExactRing:
         return self.number[blocks].long() * self.block_size + slots.clamp(min=0) % self.block_size
 
     def _plan_window(self, batch: AttentionBatch) -> torch.Tensor:
-        """Touch the blocks of the windows; blocks int64 [R, n] that are written now and read by the next steps."""
+        """Touch the parts of the windows; parts int64 [R, n] that are written now and read by the next steps."""
         history, seq = batch.history_lens, batch.seq_lens
         kept = seq - 1 - self.window  # where the windows of the next steps begin
-        self._touch(self._blocks_between(batch, history - self.window - self.block_size, kept), RETIRED)
+        self._touch(self._parts_between(batch, history - self.window - self.size, kept), RETIRED)
         # Read by this step only: they give way to what the next steps read.
-        self._touch(self._blocks_between(batch, history - self.window, history), self.step - 1)
-        self._touch(self._blocks_between(batch, kept, history), self.step)
-        return self._blocks_between(batch, torch.maximum(history, kept + 1), seq)
+        self._touch(self._parts_between(batch, history - self.window, history), self.step - 1)
+        self._touch(self._parts_between(batch, kept, history), self.step)
+        return self._parts_between(batch, torch.maximum(history, kept + 1), seq)
 
     def _begins(self, batch: AttentionBatch) -> torch.Tensor:
-        """Requests that write sinks into a block which is not in their window anyway: bool [R]."""
-        writes = (batch.history_lens < self.sinks) & (batch.seq_lens > batch.history_lens)
-        return writes & (batch.seq_lens - self.window >= self.block_size) if self.window else writes
+        """Parts that requests write sinks into and that are not in their windows anyway: bool [R, n]."""
+        start = torch.arange(0, self.sinks, self.size, device=batch.seq_lens.device)
+        end, history, seq = start + self.size, batch.history_lens[:, None], batch.seq_lens[:, None]
+        writes = (history < end.clamp(max=self.sinks)) & (seq > torch.maximum(history, start))
+        return writes & (seq - self.window >= end) if self.window else writes
 
-    def _first_block(self, batch: AttentionBatch, mask: torch.Tensor) -> torch.Tensor:
-        """Physical first block of the requests in a mask [R]: int64 [R, 1], -1 for the others."""
-        return torch.where(mask, batch.block_table[:, 0].long(), -1)[:, None]
+    def _first_parts(self, batch: AttentionBatch, mask: torch.Tensor) -> torch.Tensor:
+        """Parts of the requests' sinks in a mask [R, n or 1]: int64 [R, n], -1 for the others."""
+        first = batch.block_table[:, :1].long() * (self.block_size // self.size)
+        return torch.where(mask, first + torch.arange(-(-self.sinks // self.size), device=first.device), -1)
 
     def locate(self, batch: AttentionBatch) -> ExactWindow:
         """Where each request's exact tokens are; changes nothing."""
@@ -190,14 +208,14 @@ class ExactRing:
         return ExactWindow(index, present, self.sinks)
 
     def accept(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mark the tokens of `slots` int64 [N] as exact where their block has an entry.
+        """Mark the tokens of `slots` int64 [N] as exact where their part has an entry.
 
         Returns their row numbers in `slots` and their positions in the flattened ring, both int64 [n].  A token
-        whose block has an entry is always taken, so an entry never holds a block's earlier contents.
+        whose part has an entry is always taken, so an entry never holds a block's earlier contents.
         """
-        entry = torch.where(slots >= 0, self.slot_of_block[slots.clamp(min=0) // self.block_size], -1)
+        entry = torch.where(slots >= 0, self.entry_of_part[slots.clamp(min=0) // self.size], -1)
         rows = (entry >= 0).nonzero().squeeze(1)
-        index = entry[rows] * self.block_size + slots[rows] % self.block_size
+        index = entry[rows] * self.size + slots[rows] % self.size
         self.written.view(-1)[index] = True
         return rows, index
 
@@ -205,46 +223,45 @@ class ExactRing:
         """Ring positions int64 of `slots` [...] (0 where absent) and whether each holds that token: bool [...]."""
         if not self.capacity:
             return torch.zeros_like(slots), torch.zeros_like(slots, dtype=torch.bool)
-        entry = self.slot_of_block[slots.clamp(min=0) // self.block_size]
-        index = entry.clamp(min=0) * self.block_size + slots.clamp(min=0) % self.block_size
+        entry = self.entry_of_part[slots.clamp(min=0) // self.size]
+        index = entry.clamp(min=0) * self.size + slots.clamp(min=0) % self.size
         present = (entry >= 0) & (slots >= 0) & self.written.view(-1)[index]
         return torch.where(present, index, 0), present
 
     def clear(self) -> None:
         """Forget every entry."""
-        self.slot_of_block.fill_(-1)
+        self.entry_of_part.fill_(-1)
         self.owner.fill_(-1)
         self.used.fill_(FREE)
         self.written.zero_()
 
-    def _blocks_between(self, batch: AttentionBatch, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        """Physical blocks that hold positions [start, end) of the requests: int64 [R, n], -1 for none."""
-        first = start.clamp(min=0) // self.block_size
-        columns = torch.arange(window_blocks(self.window, self.block_size) + 1, device=first.device)
-        logical = first[:, None] + columns
+    def _parts_between(self, batch: AttentionBatch, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        """Parts that hold positions [start, end) of the requests: int64 [R, n], -1 for none."""
+        first, parts = start.clamp(min=0) // self.size, self.block_size // self.size
+        logical = first[:, None] + torch.arange(window_entries(self.window, self.size) + 1, device=first.device)
         rows = torch.arange(len(first), device=first.device)
-        blocks = batch.blocks_at(rows, logical * self.block_size)
-        return torch.where(logical * self.block_size < end[:, None], blocks, -1)
+        found = batch.blocks_at(rows, logical * self.size) * parts + logical % parts
+        return torch.where(logical * self.size < end[:, None], found, -1)
 
-    def _touch(self, blocks: torch.Tensor, clock: int) -> None:
-        entry = torch.where(blocks >= 0, self.slot_of_block[blocks.clamp(min=0)], -1)
+    def _touch(self, parts: torch.Tensor, clock: int) -> None:
+        entry = torch.where(parts >= 0, self.entry_of_part[parts.clamp(min=0)], -1)
         self._tables[2][torch.where(entry >= 0, entry, self.capacity)] = clock
 
-    def _assign(self, blocks: torch.Tensor) -> None:
-        """Give each block an entry, least recently used first; blocks beyond the free entries get none."""
-        self._touch(blocks, self.step)
-        blocks = blocks.flatten()
-        missing = (blocks >= 0) & (self.slot_of_block[blocks.clamp(min=0)] < 0)
+    def _assign(self, parts: torch.Tensor) -> None:
+        """Give each part an entry, least recently used first; parts beyond the free entries get none."""
+        self._touch(parts, self.step)
+        parts = parts.flatten()
+        missing = (parts >= 0) & (self.entry_of_part[parts.clamp(min=0)] < 0)
         oldest = self.used.argsort(stable=True)
         rank = (missing.cumsum(0) - 1).clamp(0, self.capacity - 1)
         victim = oldest[rank]
         given = missing & (missing.cumsum(0) <= (self.used < self.step).sum())
         victim = torch.where(given, victim, self.capacity)
-        slot_of_block, owner, used, written = self._tables
-        evicted = owner[victim]
-        slot_of_block[torch.where(given & (evicted >= 0), evicted, len(self.slot_of_block))] = -1
-        slot_of_block[torch.where(given, blocks, len(self.slot_of_block))] = victim
-        owner[victim], used[victim], written[victim] = torch.where(given, blocks, -1), self.step, False
+        entry_of_part, owner, used, written = self._tables
+        evicted, nowhere = owner[victim], len(self.entry_of_part)
+        entry_of_part[torch.where(given & (evicted >= 0), evicted, nowhere)] = -1
+        entry_of_part[torch.where(given, parts, nowhere)] = victim
+        owner[victim], used[victim], written[victim] = torch.where(given, parts, -1), self.step, False
 
 
 # (ring, batch, lines, window): `ExactRing.plan` into window, `AttentionBatch.entries` into lines int32 [R, 4]
@@ -320,7 +337,7 @@ class StepPlan:
 class KVCaptureEngine:
     """The write path of one KV-cache group: one exact ring, many layers.
 
-    window, sinks: recent and first tokens to keep exactly; capacity: ring entries (blocks).
+    window, sinks: recent and first tokens to keep exactly; capacity: ring entries (`exact_entries` a request).
     """
 
     def __init__(

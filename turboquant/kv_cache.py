@@ -3,7 +3,7 @@
 import torch
 
 from turboquant.batch import AttentionBatch
-from turboquant.capture import KVCaptureEngine, StepPlan, exact_blocks
+from turboquant.capture import KVCaptureEngine, StepPlan, entry_size, exact_entries
 from turboquant.checks import check_floats, check_instance, check_int, check_rows
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import TurboQuantConfig
@@ -42,7 +42,8 @@ class TurboQuantKVCache:
         per_sequence = -(-max_tokens // block_size)
         codec = KVCodec.build(config, layer_index, num_kv_heads, head_dim, transform, device)
         window, sinks = config.buffer_size, config.sink_size
-        capacity = batch_size * min(exact_blocks(window, sinks, block_size), per_sequence)
+        entries = per_sequence * (block_size // entry_size(block_size))
+        capacity = batch_size * min(exact_entries(window, sinks, block_size), entries)
         self._engine = KVCaptureEngine(batch_size * per_sequence, block_size, window, capacity, device, sinks)
         self._layer = self._engine.add_layer("layer", codec, num_kv_heads, dtype)
         self._scorer = HybridScorer(head_dim**-0.5 if scale is None else scale)

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from turboquant.allocation import LayerDamage, allocate
-from turboquant.capture import ExactRing, RingData
+from turboquant.capture import ExactRing, RingData, entry_size
 from turboquant.cli.memory import step_bytes, weight_bytes
 from turboquant.cli.model import Layer, Model, native_reason
 from turboquant.cli.output import size
@@ -193,7 +193,7 @@ def exact_bytes(layer: Layer, memory: LayerMemory) -> int:
 
 def ring_table_bytes(memory: LayerMemory, blocks: int, block_size: int) -> int:
     """Bytes of the tables of one group's ring."""
-    capacity = memory.ring_tokens // block_size
+    capacity = memory.ring_tokens // entry_size(block_size)
     return ExactRing(blocks, block_size, memory.window, capacity, "meta", memory.sinks).nbytes
 
 

@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import (
 from turboquant.allocation import LayerDamage, allocate
 from turboquant.batch import AttentionBatch
 from turboquant.calibration import LayerTransforms, of_layer
-from turboquant.capture import ExactRing, ExactWindow, LayerCache, RingData, StepPlan, exact_blocks
+from turboquant.capture import ExactRing, ExactWindow, LayerCache, RingData, StepPlan, entry_size, exact_entries
 from turboquant.codec import KeyTransform, KVCodec, rotary_bytes
 from turboquant.config import NO_CALIBRATION, TurboQuantConfig, format_name, mixture
 from turboquant.integration import compat, selfcalibration, sensitivity, telemetry
@@ -163,7 +163,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         """Everything that outlives a step."""
         impls = [compat.layer_named(self.vllm_config, name).impl for name in self.layer_names]
         memory = min((impl.memory for impl in impls), key=lambda memory: memory.ring_tokens)
-        capacity = memory.ring_tokens // self.block_size
+        capacity = memory.ring_tokens // entry_size(self.block_size)
         blocks = compat.kernel_blocks(self.vllm_config, self.block_size)
         self.ring = ExactRing(blocks, self.block_size, memory.window, capacity, self.device, memory.sinks)
         self.plan_ring = choose_plan(self.ring.owner.device)
@@ -249,12 +249,12 @@ def plan_memory(config: TurboQuantConfig, host: compat.LayerHost, token_bytes: i
     token_bytes: of an exact token in one layer.
     """
     window, sinks = config.buffer_size, config.sink_size
-    all_entries = host.cache_budget / (host.num_layers * token_bytes * host.block_size)
-    blocks = exact_blocks(window, sinks, host.block_size)
-    if blocks > MOST_OF_MEMORY * all_entries:
+    size, each = entry_size(host.block_size), exact_entries(window, sinks, host.block_size)
+    all_entries = host.cache_budget / (host.num_layers * token_bytes * size)
+    if each > MOST_OF_MEMORY * all_entries:
         return LayerMemory(0, 0, 0)
-    entries = min(blocks * host.limits.requests, max(blocks, int(config.ring_share * all_entries)))
-    return LayerMemory(window, sinks, entries * host.block_size)
+    entries = min(each * host.limits.requests, max(each, int(config.ring_share * all_entries)))
+    return LayerMemory(window, sinks, entries * size)
 
 
 class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
@@ -422,8 +422,8 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         pages = kv_cache.view(torch.uint8).flatten(2)
         if pages.data_ptr() != kv_cache.data_ptr():
             raise RuntimeError(f"pages of strides {kv_cache.stride()} are not contiguous per head")
-        if len(pages) > len(self.ring.slot_of_block):
-            raise RuntimeError(f"{len(pages)} pages, but the ring was planned for {len(self.ring.slot_of_block)}")
+        if len(pages) > self.ring.num_blocks:
+            raise RuntimeError(f"{len(pages)} pages, but the ring was planned for {self.ring.num_blocks}")
         self.cache.store = self.cache_on(self.ring, pages).store
         self.bound = kv_cache.data_ptr()
 

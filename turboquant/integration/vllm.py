@@ -17,7 +17,7 @@ import torch
 
 from turboquant.allocation import LayerDamage, allocate
 from turboquant.calibration import of_layer
-from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan, exact_blocks
+from turboquant.capture import KVCaptureEngine, LayerCache, StepPlan, entry_size, exact_entries
 from turboquant.checks import check_instance
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import (
@@ -585,14 +585,14 @@ def build_caches(handle: HookHandle, names: list[str], transforms: dict[str, Key
 def make_engine(handle: HookHandle, layer: Any) -> KVCaptureEngine:
     """Capture engine of a group; its ring holds the windows of `max_num_seqs` requests within `ring_share`."""
     size, config, max_seqs = compat.geometry(layer), handle.config, compat.max_num_seqs(handle.runner)
-    limit = int(size.num_blocks * config.ring_share)
-    window, sinks = config.buffer_size, config.sink_size
-    if exact_blocks(window, sinks, size.block_size) > limit:
-        window = max(0, limit - 1 - (sinks > 0)) * size.block_size
+    entry, window, sinks = entry_size(size.block_size), config.buffer_size, config.sink_size
+    limit = int(size.num_blocks * config.ring_share * (size.block_size // entry))
+    if exact_entries(window, sinks, size.block_size) > limit:
+        window = max(0, limit - 1 - exact_entries(0, sinks, size.block_size)) * entry
         share = f"ring_share={config.ring_share} of {size.num_blocks} blocks"
         logger.warning("turboquant: buffer_size %d does not fit %s; using %d", config.buffer_size, share, window)
     drafts = compat.speculative_tokens(handle.runner.vllm_config) if window else 0
-    each = exact_blocks(window + drafts, sinks, size.block_size)
+    each = exact_entries(window + drafts, sinks, size.block_size)
     if max_seqs * each > limit:
         fitting = (limit // each, max_seqs, config.ring_share)
         logger.info("turboquant: the exact ring holds the windows of %d of max_num_seqs=%d (ring_share=%s)", *fitting)

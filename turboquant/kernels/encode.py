@@ -372,11 +372,11 @@ def _load_plain(rows, line, inside, D: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def _ring_position(slots, slot_of_block, token, inside, BS: tl.constexpr):
-    """Positions int64 [T] in the flattened ring, and whether the tokens' blocks have entries."""
+def _ring_position(slots, entry_of_part, token, inside, ES: tl.constexpr):
+    """Positions int64 [T] in the flattened ring, and whether the tokens' parts of blocks have entries."""
     slot = tl.load(slots + token, mask=inside, other=-1)
-    entry = tl.load(slot_of_block + slot // BS, mask=slot >= 0, other=-1)
-    return entry * BS + slot % BS, entry >= 0
+    entry = tl.load(entry_of_part + slot // ES, mask=slot >= 0, other=-1)
+    return entry * ES + slot % ES, entry >= 0
 
 
 @triton.jit
@@ -427,11 +427,11 @@ UNSPECIALISED = ["count", "spans", "key_stride", "key_head_stride", "value_strid
 # Vector loads would put neighbouring coordinates into one thread: strides of unknown divisibility prevent them.
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _encode_kernel(
-    keys, values, slots, pages, slot_of_block, written, recent_keys, recent_values, number, wide, center, gain,
+    keys, values, slots, pages, entry_of_part, written, recent_keys, recent_values, number, wide, center, gain,
     key_matrix, key_sketch, key_thresholds, key_centroids, value_matrix, value_sketch, value_thresholds,
     value_centroids, count, spans, key_stride, key_head_stride, value_stride, value_head_stride, page_stride,
     page_head_stride, KEY: tl.constexpr, VALUE: tl.constexpr, RING: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    BS: tl.constexpr, T: tl.constexpr, P: tl.constexpr, LOG: tl.constexpr, L: tl.constexpr,
+    BS: tl.constexpr, ES: tl.constexpr, T: tl.constexpr, P: tl.constexpr, LOG: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     token = tl.program_id(0) * T + tl.arange(0, T)
@@ -444,7 +444,7 @@ def _encode_kernel(
     # Rows do not wait for their slots, and the ring's copy is stored last: nothing waits for its entry.  A tile of
     # many rows reads the few that the ring keeps once more at the end, as holding them would cost registers.
     if RING and T == 1:
-        index, kept = _ring_position(slots, slot_of_block, token, inside, BS)
+        index, kept = _ring_position(slots, entry_of_part, token, inside, ES)
     if tl.program_id(2) == 0:
         line = token.to(tl.int64) * key_stride + head * key_head_stride
         if RING and T == 1:
@@ -463,7 +463,7 @@ def _encode_kernel(
                      T, D, P, LOG, BS)  # fmt: skip
         if RING:
             if T > 1:
-                index, kept = _ring_position(slots, slot_of_block, token, inside, BS)
+                index, kept = _ring_position(slots, entry_of_part, token, inside, ES)
                 plain = _load_plain(keys, line, kept, D, P)
             copy_to_ring(plain, recent_keys, index, kept, head, H, D, P)
             if head == 0:
@@ -477,7 +477,7 @@ def _encode_kernel(
                      VALUE, True, T, D, P, LOG, BS)  # fmt: skip
         if RING:
             if T > 1:
-                index, kept = _ring_position(slots, slot_of_block, token, inside, BS)
+                index, kept = _ring_position(slots, entry_of_part, token, inside, ES)
                 plain = _load_plain(values, line, kept, D, P)
             copy_to_ring(plain, recent_values, index, kept, head, H, D, P)
 
@@ -559,7 +559,7 @@ def arguments(
         "values": values,
         "slots": slots,
         "pages": store.pages,
-        "slot_of_block": ring.slot_of_block,
+        "entry_of_part": ring.entry_of_part,
         "written": ring.written.view(torch.uint8),
         "recent_keys": layer.recent.keys,
         "recent_values": layer.recent.values,
@@ -583,6 +583,7 @@ def arguments(
         "H": heads,
         "D": dim,
         "BS": store.block_size,
+        "ES": ring.size,
         "T": tokens,
         "P": width,
         "LOG": width.bit_length() - 1,

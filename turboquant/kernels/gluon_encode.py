@@ -297,12 +297,12 @@ def encode_side(x, pages, base, local, valid, matrix, thresholds, centroids, SID
 
 
 @gluon.jit
-def copy_to_ring(source, ring, line, slots, slot_of_block, token, inside, head, layout: gl.constexpr, H: gl.constexpr,
-                 D: gl.constexpr, BS: gl.constexpr):  # fmt: skip
-    """Copy the rows whose block has a place in the ring; returns places int64 [T] and which rows have one."""
+def copy_to_ring(source, ring, line, slots, entry_of_part, token, inside, head, layout: gl.constexpr, H: gl.constexpr,
+                 D: gl.constexpr, ES: gl.constexpr):  # fmt: skip
+    """Copy the rows whose part of a block has a place in the ring; returns places int64 [T] and which rows have one."""
     slot = gl.load(slots + token, mask=inside, other=-1)
-    entry = gl.load(slot_of_block + slot // BS, mask=slot >= 0, other=-1)
-    place = entry * BS + slot % BS
+    entry = gl.load(entry_of_part + slot // ES, mask=slot >= 0, other=-1)
+    place = entry * ES + slot % ES
     kept = entry >= 0
     coordinate = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     x = gl.load(source + line[:, None] + coordinate[None, :], mask=kept[:, None], other=0.0)
@@ -319,10 +319,11 @@ def copy_to_ring(source, ring, line, slots, slot_of_block, token, inside, head, 
 
 @gluon.jit(do_not_specialize=["count", "spans"])
 def encode_kernel(
-    keys, values, slots, pages, slot_of_block, written, recent_keys, recent_values, number, wide, center, gain,
+    keys, values, slots, pages, entry_of_part, written, recent_keys, recent_values, number, wide, center, gain,
     key_matrix, key_thresholds, key_centroids, value_matrix, value_thresholds, value_centroids, count, spans,
     key_stride, key_head_stride, value_stride, value_head_stride, page_stride, page_head_stride,
     KEY: gl.constexpr, VALUE: gl.constexpr, RING: gl.constexpr, H: gl.constexpr, D: gl.constexpr, BS: gl.constexpr,
+    ES: gl.constexpr,
 ):  # fmt: skip
     """Program (tile of tokens, head, side)."""
     LANES: gl.constexpr = D // 32
@@ -351,7 +352,7 @@ def encode_kernel(
         encode_side(x, pages, base, local, valid, key_matrix, key_thresholds, key_centroids, KEY, False, BS, LANES)
         if RING:
             place, kept = copy_to_ring(
-                keys, recent_keys, line, slots, slot_of_block, token, inside, head, layout, H, D, BS
+                keys, recent_keys, line, slots, entry_of_part, token, inside, head, layout, H, D, ES
             )
             if head == 0:
                 gl.store(written + place, 1, mask=kept)
@@ -362,4 +363,4 @@ def encode_kernel(
             x, pages, base, local, valid, value_matrix, value_thresholds, value_centroids, VALUE, True, BS, LANES
         )
         if RING:
-            copy_to_ring(values, recent_values, line, slots, slot_of_block, token, inside, head, layout, H, D, BS)
+            copy_to_ring(values, recent_values, line, slots, entry_of_part, token, inside, head, layout, H, D, ES)

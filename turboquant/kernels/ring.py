@@ -2,7 +2,7 @@
 
 The twin is some sixty small launches, which a decode step of a few milliseconds feels.  One program plans: its phases
 follow one another, and entries are given out one by one, of which a decode step needs few (a request enters a new
-block every `block_size` tokens).
+part of a block every `ExactRing.size` tokens).
 """
 
 import torch
@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from turboquant.batch import AttentionBatch
-from turboquant.capture import RETIRED, ExactRing, ExactWindow, window_blocks
+from turboquant.capture import RETIRED, ExactRing, ExactWindow, window_entries
 
-REQUESTS = 64  # of a tile of the planning program
+REQUESTS = 32  # of a tile of the planning program
 NUMBERS = tl.constexpr(128)  # blocks that are numbered at a time
 COUNTS = ["table_stride", "columns", "requests", "step"]  # whatever they are, one compiled kernel serves
 
@@ -29,48 +29,54 @@ def _lens(QUERY_START, SEQ_LENS, row, requests):
 
 
 @triton.jit
-def _blocks(TABLE, table_stride, columns, row, requests, start, end, W: tl.constexpr, BS: tl.constexpr,
-            COLS: tl.constexpr):  # fmt: skip
-    """Physical blocks that hold positions [start, end), no more than a window can touch: int64 [rows, COLS] or -1."""
-    column = tl.arange(0, COLS)[None, :]
-    logical = (tl.maximum(start, 0) // BS)[:, None] + column
-    wanted = (logical * BS < end[:, None]) & (row < requests)[:, None] & (column < (W + BS - 1) // BS + 2)
-    place = row.to(tl.int64)[:, None] * table_stride + tl.minimum(logical, columns - 1)
-    return tl.load(TABLE + place, mask=wanted, other=-1).to(tl.int64)
+def _parts(TABLE, table_stride, columns, row, requests, start, end, W: tl.constexpr, BS: tl.constexpr,
+           ES: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Parts that hold positions [start, end), no more than a window can touch: int64 [rows, COLS] or -1."""
+    column, count = tl.arange(0, COLS)[None, :], BS // ES
+    logical = (tl.maximum(start, 0) // ES)[:, None] + column
+    wanted = (logical * ES < end[:, None]) & (row < requests)[:, None] & (column < (W + ES - 1) // ES + 2)
+    place = row.to(tl.int64)[:, None] * table_stride + tl.minimum(logical // count, columns - 1)
+    block = tl.load(TABLE + place, mask=wanted, other=0).to(tl.int64)
+    return tl.where(wanted, block * count + logical % count, -1)
 
 
 @triton.jit
-def _first_blocks(TABLE, table_stride, row, wanted):
-    """Physical first blocks int64 [rows], -1 where none is wanted."""
-    return tl.load(TABLE + row.to(tl.int64) * table_stride, mask=wanted, other=-1).to(tl.int64)
+def _first_parts(TABLE, table_stride, row, number, wanted, BS: tl.constexpr, ES: tl.constexpr):
+    """Parts `number` [COLS] of the first blocks: int64 [rows, COLS], -1 where none is wanted."""
+    block = tl.load(TABLE + row.to(tl.int64)[:, None] * table_stride + number[None, :] * 0, mask=wanted, other=0)
+    return tl.where(wanted, block.to(tl.int64) * (BS // ES) + number[None, :], -1)
 
 
 @triton.jit
-def _written_blocks(TABLE, table_stride, columns, row, requests, history, seq, W: tl.constexpr, SINKS: tl.constexpr,
-                    BS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Blocks that are written now and read exactly later: int64 [rows, COLS], sinks in the last column."""
-    blocks = tl.full([row.shape[0], COLS], -1, tl.int64)
+def _written_parts(TABLE, table_stride, columns, row, requests, history, seq, W: tl.constexpr, SINKS: tl.constexpr,
+                   BS: tl.constexpr, ES: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Parts that are written now and read exactly later: int64 [rows, COLS], sinks in the last columns."""
+    parts = tl.full([row.shape[0], COLS], -1, tl.int64)
     if W > 0:
-        blocks = _blocks(TABLE, table_stride, columns, row, requests, tl.maximum(history, seq - W), seq, W, BS, COLS)
+        start = tl.maximum(history, seq - W)
+        parts = _parts(TABLE, table_stride, columns, row, requests, start, seq, W, BS, ES, COLS)
     if SINKS > 0:
-        begins = (history < SINKS) & (seq > history) & (row < requests)
+        number = tl.arange(0, COLS) - (COLS - (SINKS + ES - 1) // ES)
+        start, end = (number * ES)[None, :], ((number + 1) * ES)[None, :]
+        begins = (history[:, None] < tl.minimum(end, SINKS)) & (seq[:, None] > tl.maximum(history[:, None], start))
+        begins = begins & (number >= 0)[None, :] & (row < requests)[:, None]
         if W > 0:
-            begins = begins & (seq - W >= BS)
-        sinks = _first_blocks(TABLE, table_stride, row, begins)
-        blocks = tl.where((tl.arange(0, COLS) == COLS - 1)[None, :], sinks[:, None], blocks)
-    return blocks
+            begins = begins & (seq[:, None] - W >= end)
+        sinks = _first_parts(TABLE, table_stride, row, number, begins, BS, ES)
+        parts = tl.where((number >= 0)[None, :], sinks, parts)
+    return parts
 
 
 @triton.jit
-def _touch(SLOT_OF_BLOCK, USED, blocks, clock):
-    entry = tl.load(SLOT_OF_BLOCK + blocks, mask=blocks >= 0, other=-1)
+def _touch(ENTRY_OF_PART, USED, parts, clock):
+    entry = tl.load(ENTRY_OF_PART + parts, mask=parts >= 0, other=-1)
     tl.store(USED + entry, tl.zeros_like(entry) + clock, mask=entry >= 0)
 
 
 @triton.jit
-def _give(SLOT_OF_BLOCK, OWNER, USED, WRITTEN, block, step, CAPACITY: tl.constexpr, ENTRIES: tl.constexpr,
-          BS: tl.constexpr, BYTES: tl.constexpr):  # fmt: skip
-    """Give a block without entry the least recently used one, if that is not in use by this step."""
+def _give(ENTRY_OF_PART, OWNER, USED, WRITTEN, part, step, CAPACITY: tl.constexpr, ENTRIES: tl.constexpr,
+          ES: tl.constexpr, BYTES: tl.constexpr):  # fmt: skip
+    """Give a part without entry the least recently used one, if that is not in use by this step."""
     number = tl.arange(0, ENTRIES)
     used = tl.load(USED + number, mask=number < CAPACITY, other=step)
     one = tl.zeros([1], tl.int64)
@@ -78,20 +84,20 @@ def _give(SLOT_OF_BLOCK, OWNER, USED, WRITTEN, block, step, CAPACITY: tl.constex
     free = tl.min(used, 0) + one < step
     evicted = tl.load(OWNER + victim, mask=free, other=-1)
     tl.debug_barrier()
-    tl.store(SLOT_OF_BLOCK + evicted, one - 1, mask=free & (evicted >= 0))
+    tl.store(ENTRY_OF_PART + evicted, one - 1, mask=free & (evicted >= 0))
     tl.debug_barrier()
-    tl.store(SLOT_OF_BLOCK + block + one, victim, mask=free)
-    tl.store(OWNER + victim, block + one, mask=free)
+    tl.store(ENTRY_OF_PART + part + one, victim, mask=free)
+    tl.store(OWNER + victim, part + one, mask=free)
     tl.store(USED + victim, step + one, mask=free)
     byte = tl.arange(0, BYTES)
-    tl.store(WRITTEN + victim * BS + byte, tl.zeros([BYTES], tl.uint8), mask=free & (byte < BS))
+    tl.store(WRITTEN + victim * ES + byte, tl.zeros([BYTES], tl.uint8), mask=free & (byte < ES))
     tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def _plan_kernel(
-    QUERY_START, SEQ_LENS, TABLE, SLOT_OF_BLOCK, OWNER, USED, WRITTEN, table_stride, columns, requests, step,
-    W: tl.constexpr, SINKS: tl.constexpr, BS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+    QUERY_START, SEQ_LENS, TABLE, ENTRY_OF_PART, OWNER, USED, WRITTEN, table_stride, columns, requests, step,
+    W: tl.constexpr, SINKS: tl.constexpr, BS: tl.constexpr, ES: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
     CAPACITY: tl.constexpr, ENTRIES: tl.constexpr, BYTES: tl.constexpr, RETIRED: tl.constexpr,
 ):  # fmt: skip
     for phase in tl.static_range(4):
@@ -101,42 +107,42 @@ def _plan_kernel(
             kept = seq - 1 - W  # where the windows of the next steps begin
             if phase < 3 and W > 0:
                 if phase == 0:
-                    blocks = _blocks(TABLE, table_stride, columns, row, requests, history - W - BS, kept, W, BS, COLS)
-                    _touch(SLOT_OF_BLOCK, USED, blocks, RETIRED)
+                    start, end, clock = history - W - ES, kept, RETIRED
                 elif phase == 1:
-                    blocks = _blocks(TABLE, table_stride, columns, row, requests, history - W, history, W, BS, COLS)
-                    _touch(SLOT_OF_BLOCK, USED, blocks, step - 1)
+                    start, end, clock = history - W, history, step - 1
                 else:
-                    blocks = _blocks(TABLE, table_stride, columns, row, requests, kept, history, W, BS, COLS)
-                    _touch(SLOT_OF_BLOCK, USED, blocks, step)
+                    start, end, clock = kept, history, step
+                parts = _parts(TABLE, table_stride, columns, row, requests, start, end, W, BS, ES, COLS)
+                _touch(ENTRY_OF_PART, USED, parts, clock)
             elif phase == 3:
-                blocks = _written_blocks(
-                    TABLE, table_stride, columns, row, requests, history, seq, W, SINKS, BS, COLS
+                parts = _written_parts(
+                    TABLE, table_stride, columns, row, requests, history, seq, W, SINKS, BS, ES, COLS
                 )  # fmt: skip
-                _touch(SLOT_OF_BLOCK, USED, blocks, step)
+                _touch(ENTRY_OF_PART, USED, parts, step)
                 if SINKS > 0:
-                    live = _first_blocks(TABLE, table_stride, row, (seq > 0) & (row < requests))
-                    _touch(SLOT_OF_BLOCK, USED, live, step)
+                    number = tl.arange(0, COLS)
+                    live = ((seq > 0) & (row < requests))[:, None] & (number * ES < SINKS)[None, :]
+                    _touch(ENTRY_OF_PART, USED, _first_parts(TABLE, table_stride, row, number, live, BS, ES), step)
         tl.debug_barrier()
     for first in range(0, requests, ROWS):
         row = first + tl.arange(0, ROWS)
         history, seq, _, _ = _lens(QUERY_START, SEQ_LENS, row, requests)
-        blocks = _written_blocks(TABLE, table_stride, columns, row, requests, history, seq, W, SINKS, BS, COLS)
-        entry = tl.load(SLOT_OF_BLOCK + blocks, mask=blocks >= 0, other=0)
+        parts = _written_parts(TABLE, table_stride, columns, row, requests, history, seq, W, SINKS, BS, ES, COLS)
+        entry = tl.load(ENTRY_OF_PART + parts, mask=parts >= 0, other=0)
         order = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-        waiting = tl.where((blocks >= 0) & (entry < 0), order, ROWS * COLS)
+        waiting = tl.where((parts >= 0) & (entry < 0), order, ROWS * COLS)
         chosen = tl.min(tl.min(waiting, 1), 0)
         while chosen < ROWS * COLS:
-            block = tl.max(tl.max(tl.where(order == chosen, blocks, -1), 1), 0)
-            _give(SLOT_OF_BLOCK, OWNER, USED, WRITTEN, block, step, CAPACITY, ENTRIES, BS, BYTES)
+            part = tl.max(tl.max(tl.where(order == chosen, parts, -1), 1), 0)
+            _give(ENTRY_OF_PART, OWNER, USED, WRITTEN, part, step, CAPACITY, ENTRIES, ES, BYTES)
             waiting = tl.where(order == chosen, ROWS * COLS, waiting)
             chosen = tl.min(tl.min(waiting, 1), 0)
 
 
 @triton.jit(do_not_specialize=COUNTS[:3])
 def _locate_kernel(
-    QUERY_START, SEQ_LENS, TABLE, SLOT_OF_BLOCK, WRITTEN, NUMBER, LINES, INDEX, PRESENT, table_stride, columns,
-    requests, SINKS: tl.constexpr, C: tl.constexpr, BS: tl.constexpr, COLUMNS: tl.constexpr,
+    QUERY_START, SEQ_LENS, TABLE, ENTRY_OF_PART, WRITTEN, NUMBER, LINES, INDEX, PRESENT, table_stride, columns,
+    requests, SINKS: tl.constexpr, C: tl.constexpr, BS: tl.constexpr, ES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of one request: numbers of the blocks that it writes, its line of `AttentionBatch.entries`, and where the C
     tokens are that it reads exactly.
@@ -158,10 +164,11 @@ def _locate_kernel(
         start = history - (C - SINKS)  # of the last tokens
         position = tl.where(column < SINKS, tl.where(column < start, column, -1), start + column - SINKS)
         known = (position >= 0) & (column < C)
-        logical = tl.minimum(tl.maximum(position, 0) // BS, columns - 1)
+        position = tl.maximum(position, 0)
+        logical = tl.minimum(position // BS, columns - 1)
         block = tl.load(TABLE + row.to(tl.int64) * table_stride + logical, mask=known, other=0).to(tl.int64)
-        entry = tl.load(SLOT_OF_BLOCK + block, mask=known, other=-1)
-        place = entry * BS + tl.maximum(position, 0) % BS
+        entry = tl.load(ENTRY_OF_PART + block * (BS // ES) + position % BS // ES, mask=known, other=-1)
+        place = entry * ES + position % ES
         written = tl.load(WRITTEN + place, mask=known & (entry >= 0), other=0) != 0
         target = row * C + column
         tl.store(INDEX + target, tl.where(written, place, 0), mask=column < C)
@@ -174,18 +181,23 @@ def plan(ring: ExactRing, batch: AttentionBatch, lines: torch.Tensor, window: Ex
     Block tables must not name a block twice for tokens written in this step, as vLLM's do not.
     """
     ring.step += 2
-    requests, size = len(batch.seq_lens), ring.block_size
-    common = (batch.query_start, batch.seq_lens, batch.block_table, ring.slot_of_block)
-    sizes = (batch.block_table.stride(0), batch.block_table.shape[1], requests)
+    requests, sizes = len(batch.seq_lens), {"BS": ring.block_size, "ES": ring.size}
+    common = (batch.query_start, batch.seq_lens, batch.block_table, ring.entry_of_part)
+    counts = (batch.block_table.stride(0), batch.block_table.shape[1], requests)
     written = ring.written.view(torch.uint8)
     if ring.columns:
         _plan_kernel[(1,)](
-            *common, ring.owner, ring.used, written, *sizes, ring.step, W=ring.window, SINKS=ring.sinks,
-            BS=size, COLS=triton.next_power_of_2(window_blocks(ring.window, size) + 2), ROWS=REQUESTS,
-            CAPACITY=ring.capacity, ENTRIES=triton.next_power_of_2(ring.capacity), BYTES=triton.next_power_of_2(size),
-            RETIRED=RETIRED, num_warps=8,
+            *common, ring.owner, ring.used, written, *counts, ring.step, W=ring.window, SINKS=ring.sinks,
+            COLS=plan_columns(ring), ROWS=REQUESTS, CAPACITY=ring.capacity,
+            ENTRIES=triton.next_power_of_2(ring.capacity), BYTES=triton.next_power_of_2(ring.size), RETIRED=RETIRED,
+            num_warps=8, **sizes,
         )  # fmt: skip
     _locate_kernel[(requests,)](
-        *common, written, ring.number, lines, window.index, window.present.view(torch.uint8), *sizes, SINKS=ring.sinks,
-        C=ring.columns, BS=size, COLUMNS=triton.next_power_of_2(max(ring.columns, 1)),
+        *common, written, ring.number, lines, window.index, window.present.view(torch.uint8), *counts,
+        SINKS=ring.sinks, C=ring.columns, COLUMNS=triton.next_power_of_2(max(ring.columns, 1)), **sizes,
     )  # fmt: skip
+
+
+def plan_columns(ring: ExactRing) -> int:
+    """Parts that a request's windows of this step and the next touch, and its sinks: a power of two."""
+    return triton.next_power_of_2(window_entries(ring.window, ring.size) + 1 + -(-ring.sinks // ring.size))

@@ -162,13 +162,29 @@ def centers() -> Table:
 
 
 def quality() -> Table:
+    return distances(*QUALITY)
+
+
+def quality_on_a_gpu() -> Table:
+    return distances(*(name.replace("-", "-h200-") for name in QUALITY))
+
+
+def distances(*names: str) -> Table:
     yield ("model, cache", "context", "bits per number, with exact tokens", "KLD", "99 % below", "top-1")
-    for name in QUALITY:
+    for name in names:
         for row in results(name)["rows"]:
             bits = f"{row['bits_per_element']:.2f}, {row['bits_with_window']:.2f}"
             klds = (f"{row[key]:.4f}" for key in ("mean_kld", "p99_kld"))
             head = f"{row['model']}, {quoted(row['contender'])}", str(row["context"])
             yield (*head, bits, *klds, f"{100 * row['top1']:.1f} %")
+
+
+def serving() -> Table:
+    report = results("h200-serving")
+    yield ("cache", "tokens that it holds", "output tokens a second", "first token, ms", "ms a token")
+    for row in report["serving"]:
+        times = f"{row['ttft_ms_p50']:,.0f}", f"{row['tpot_ms_p50']:.1f}"
+        yield (quoted(row["contender"]), f"{row['capacity_tokens']:,}", f"{row['output_tok_s']:,.0f}", *times)
 
 
 def fuzz() -> Table:

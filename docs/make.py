@@ -188,7 +188,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "proof": results_tables.proof, "kernels": results_tables.kernels, "heads": results_tables.heads,
     "centers": results_tables.centers, "details": results_tables.details, "sinks": results_tables.sinks,
     "fuzz": results_tables.fuzz, "soak": results_tables.soak,
-    "engine": results_tables.engine, "quality": results_tables.quality,
+    "engine": results_tables.engine, "quality": results_tables.quality, "serving": results_tables.serving,
+    "quality_gpu": results_tables.quality_on_a_gpu,
 }  # fmt: skip
 
 

@@ -458,9 +458,9 @@ def engine_cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 def measure_starts(case: Case) -> Iterator[tuple[str, Any]]:
     """("starts", seconds) of two engines that do nothing else, the first with an empty cache of compiled kernels."""
+    bare = replace(case, shapes=(), loads=(), engine={"max_model_len": case.max_len, **case.engine})
     with tempfile.TemporaryDirectory() as folder:
         for cache in ("empty", "filled"):
-            bare = replace(case, shapes=(), loads=(), engine={"max_model_len": case.max_len, **case.engine})
             for kind, found in run_case(bare, {"TRITON_CACHE_DIR": folder}):
                 if kind == "engine":
                     yield "starts", {"contender": case.contender, "cache": cache, "start_s": found["start_s"]}

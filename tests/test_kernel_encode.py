@@ -28,7 +28,7 @@ def layer_of(codec, heads, capacity, dtype=torch.float32, block_size=16):
     layer.store.pages.fill_(FILL)
     engine.ring.number.copy_(torch.tensor([5, 3, 0, 2, 7]))  # of each block in its sequence
     if capacity:
-        parts = block_size // engine.ring.size  # of a block; of block 2 the first has an entry, of block 4 the last
+        parts = engine.ring.parts  # of a block; of block 2 the first has an entry, of block 4 the last
         engine.ring.entry_of_part[torch.tensor([2 * parts, 5 * parts - 1])] = torch.tensor([1, 0], device=DEVICE)
     return engine, layer
 

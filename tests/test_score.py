@@ -46,7 +46,7 @@ class World:
         if transform is not None:
             self.codec = KVCodec.build(TurboQuantConfig(**options), 0, heads, dim, transform)
         ample = capacity is None
-        capacity = num_blocks * block_size // entry_size(block_size) if capacity is None else capacity
+        capacity = num_blocks * block_size // entry_size(block_size) if ample else capacity
         self.engine = KVCaptureEngine(num_blocks, block_size, window, capacity, sinks=sinks)
         self.layer = self.engine.add_layer("layer", self.codec, heads, dtype)
         self.layer.store.pages.fill_(fill)

@@ -119,7 +119,7 @@ class ExactRing:
         self.step = 0  # the clock; two ticks a step
         # One more than is used of each: where writes go that have no target, so that nothing waits for a count.
         self._tables = (
-            torch.full((num_blocks * (block_size // self.size) + 1,), -1, device=device),
+            torch.full((num_blocks * self.parts + 1,), -1, device=device),
             torch.full((capacity + 1,), -1, device=device),
             torch.full((capacity + 1,), FREE, device=device),
             torch.zeros(capacity + 1, self.size, dtype=torch.bool, device=device),
@@ -127,6 +127,11 @@ class ExactRing:
         self.entry_of_part, self.owner, self.used, self.written = (table[:-1] for table in self._tables)
         self._numbers = torch.zeros(num_blocks + 1, dtype=torch.int32, device=device)
         self.number = self._numbers[:-1]
+
+    @property
+    def parts(self) -> int:
+        """Entries that a whole block takes."""
+        return self.block_size // self.size
 
     @property
     def columns(self) -> int:
@@ -196,7 +201,7 @@ class ExactRing:
 
     def _first_parts(self, batch: AttentionBatch, mask: torch.Tensor) -> torch.Tensor:
         """Parts of the requests' sinks in a mask [R, n or 1]: int64 [R, n], -1 for the others."""
-        first = batch.block_table[:, :1].long() * (self.block_size // self.size)
+        first = batch.block_table[:, :1].long() * self.parts
         return torch.where(mask, first + torch.arange(-(-self.sinks // self.size), device=first.device), -1)
 
     def locate(self, batch: AttentionBatch) -> ExactWindow:
@@ -237,10 +242,10 @@ class ExactRing:
 
     def _parts_between(self, batch: AttentionBatch, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
         """Parts that hold positions [start, end) of the requests: int64 [R, n], -1 for none."""
-        first, parts = start.clamp(min=0) // self.size, self.block_size // self.size
+        first = start.clamp(min=0) // self.size
         logical = first[:, None] + torch.arange(window_entries(self.window, self.size) + 1, device=first.device)
         rows = torch.arange(len(first), device=first.device)
-        found = batch.blocks_at(rows, logical * self.size) * parts + logical % parts
+        found = batch.blocks_at(rows, logical * self.size) * self.parts + logical % self.parts
         return torch.where(logical * self.size < end[:, None], found, -1)
 
     def _touch(self, parts: torch.Tensor, clock: int) -> None:

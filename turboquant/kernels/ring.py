@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from turboquant.batch import AttentionBatch
-from turboquant.capture import RETIRED, ExactRing, ExactWindow, window_entries
+from turboquant.capture import RETIRED, ExactRing, ExactWindow, exact_entries
 
 REQUESTS = 32  # of a tile of the planning program
 NUMBERS = tl.constexpr(128)  # blocks that are numbered at a time
@@ -186,9 +186,10 @@ def plan(ring: ExactRing, batch: AttentionBatch, lines: torch.Tensor, window: Ex
     counts = (batch.block_table.stride(0), batch.block_table.shape[1], requests)
     written = ring.written.view(torch.uint8)
     if ring.columns:
+        touched = exact_entries(ring.window, ring.sinks, ring.block_size) + 1  # and the part that leaves the window
         _plan_kernel[(1,)](
             *common, ring.owner, ring.used, written, *counts, ring.step, W=ring.window, SINKS=ring.sinks,
-            COLS=plan_columns(ring), ROWS=REQUESTS, CAPACITY=ring.capacity,
+            COLS=triton.next_power_of_2(touched), ROWS=REQUESTS, CAPACITY=ring.capacity,
             ENTRIES=triton.next_power_of_2(ring.capacity), BYTES=triton.next_power_of_2(ring.size), RETIRED=RETIRED,
             num_warps=8, **sizes,
         )  # fmt: skip
@@ -196,8 +197,3 @@ def plan(ring: ExactRing, batch: AttentionBatch, lines: torch.Tensor, window: Ex
         *common, written, ring.number, lines, window.index, window.present.view(torch.uint8), *counts,
         SINKS=ring.sinks, C=ring.columns, COLUMNS=triton.next_power_of_2(max(ring.columns, 1)), **sizes,
     )  # fmt: skip
-
-
-def plan_columns(ring: ExactRing) -> int:
-    """Parts that a request's windows of this step and the next touch, and its sinks: a power of two."""
-    return triton.next_power_of_2(window_entries(ring.window, ring.size) + 1 + -(-ring.sinks // ring.size))

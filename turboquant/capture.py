@@ -14,6 +14,7 @@ request's window go first.
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,6 +69,11 @@ class ExactWindow:
     def of(self, count: int) -> "ExactWindow":
         """Of the first `count` requests."""
         return ExactWindow(self.index[:count], self.present[:count], self.sinks)
+
+    @cached_property
+    def flags(self) -> torch.Tensor:
+        """`present` as uint8, for kernels."""
+        return self.present.view(torch.uint8)
 
     @property
     def recent(self) -> int:

@@ -111,6 +111,12 @@ class QueryGroup:
         return max(self.plan.batch.host_lens[request][2] for request in self.requests)
 
     @cached_property
+    def lines(self) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of each request its blocks, contiguous, and its `ExactWindow.index` and `.flags`."""
+        window, table = self.plan.window, self.plan.batch.block_table
+        return {row: (table[row].contiguous(), window.index[row], window.flags[row]) for row in self.requests}
+
+    @cached_property
     def blocks(self) -> torch.Tensor:
         """integer [n, M], block tables."""
         return self.plan.batch.block_table[self.rows]

@@ -14,6 +14,7 @@ except ImportError:  # 3.4 and older
     AsyncCompileMode = None
 
 MOST_WORKERS = 16
+_under_way = 0
 
 
 def compile_together(launch: Callable[[], object]) -> None:
@@ -31,13 +32,21 @@ def compile_together(launch: Callable[[], object]) -> None:
 
 @contextmanager
 def _without_launching() -> Iterator[None]:
+    global _under_way
     original = JITFunction.run
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         return original(self, *args, **options | {"warmup": True})
 
     JITFunction.run = run
+    _under_way += 1
     try:
         yield
     finally:
         JITFunction.run = original
+        _under_way -= 1
+
+
+def is_under_way() -> bool:
+    """Whether launches compile only."""
+    return _under_way > 0

@@ -15,6 +15,7 @@ from turboquant.capture import ExactRing, LayerCache
 from turboquant.codec import KVCodec
 from turboquant.kernels import gluon_decode, gluon_rows, tiles
 from turboquant.kernels.decoders import BF16_128, table_words
+from turboquant.kernels.launch import launch
 from turboquant.kernels.matrix import SplitMatrix
 from turboquant.quantizer import FP8Quantizer, TurboQuantMSE
 from turboquant.score import WORKSPACE_TOKENS, Own, QueryGroup
@@ -256,10 +257,13 @@ class FastDecode:
         waves = torch.empty(tokens if turns else 0, heads, group, 2, dim, dtype=torch.float16, device=query.device)
         size, warps, registers = program_rows(dim, self._has_many_rows(tokens * query_heads))
         grid = (-(-tokens * group // size), heads)
-        gluon_rows.prepare_kernel[grid](
-            query, matrix.parts, self.layer.codec.transform.center, tables.axes, tables.weights, rows, factors, offsets,
-            waves, tokens, query.stride(0), factor, matrix.scale, tables.key_step, heads, G=group, D=dim,
-            FLOAT=floating, EXACT=matrix.exact, TURNS=turns, PDL=self.overlap, WARPS=warps, ROWS=size,
+        center, scales = self.layer.codec.transform.center, (factor, matrix.scale, tables.key_step)
+        launch(
+            gluon_rows.prepare_kernel, grid,
+            (query, matrix.parts, center, tables.axes, tables.weights, rows, factors, offsets, waves),
+            (tokens, query.stride(0), *scales, heads),
+            {"G": group, "D": dim, "FLOAT": floating, "EXACT": matrix.exact, "TURNS": turns, "PDL": self.overlap,
+             "WARPS": warps, "ROWS": size},
             num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
         )  # fmt: skip
         return rows, factors, offsets, waves
@@ -284,14 +288,17 @@ class FastDecode:
         pages, recent, (keys, values) = self.layer.store.pages, self.layer.recent, own
         rotary = self.layer.codec.rotary
         n, heads, row_tiles, segments, tile, _ = partial.shape
-        gluon_decode.decode_kernel[(n * heads, segments, row_tiles)](
-            *prepared, rotary.cos_sin, query, pages, self.tables.lookup, batch.block_table, entries, window.index,
-            window.present.view(torch.uint8), recent.keys, recent.values, keys, values, partial, lse,
-            batch.block_table.stride(0), pages.stride(0), query.stride(0), keys.stride(0), values.stride(0),
-            recent.keys.stride(0), heads, len(rotary.cos_sin), segments - pieces, pieces, exact_tiles, factor,
-            softcap * LOG2E, group.window, G=query.shape[1] // heads, R=tile, COLUMNS=self.columns, SINKS=self.sinks,
-            SLIDING=group.window > 0, SOFTCAP=softcap > 0, VSTEP=self.tables.value_step, TURNS=rotary.turns,
-            PDL=self.overlap, num_warps=1, maxnreg=registers, launch_pdl=self.overlap, **self.constants,
+        launch(
+            gluon_decode.decode_kernel, (n * heads, segments, row_tiles),
+            (*prepared, rotary.cos_sin, query, pages, self.tables.lookup, batch.block_table, entries, window.index,
+             window.flags, recent.keys, recent.values, keys, values, partial, lse),
+            (batch.block_table.stride(0), pages.stride(0), query.stride(0), keys.stride(0), values.stride(0),
+             recent.keys.stride(0), heads, len(rotary.cos_sin), segments - pieces, pieces, exact_tiles, factor,
+             softcap * LOG2E, group.window),
+            {"G": query.shape[1] // heads, "R": tile, "COLUMNS": self.columns, "SINKS": self.sinks,
+             "SLIDING": group.window > 0, "SOFTCAP": softcap > 0, "VSTEP": self.tables.value_step,
+             "TURNS": rotary.turns, "PDL": self.overlap, **self.constants},
+            num_warps=1, maxnreg=registers, launch_pdl=self.overlap,
         )  # fmt: skip
 
     def _merge(
@@ -301,11 +308,13 @@ class FastDecode:
         n, heads, row_tiles, segments, tile, dim = partial.shape
         matrix, programs = self.tables.output_matrix, n * heads * row_tiles
         groups, rows, warps, registers, unroll, steps = self._merge_shape(programs, tile, segments - pieces, pieces)
-        gluon_rows.merge_kernel[(-(-n * row_tiles * tile * groups // rows), heads)](
-            partial, lse, matrix.parts, entries, output, n, output.stride(0), matrix.scale, heads, row_tiles,
-            tile.bit_length() - 1, pieces, segments, G=output.shape[1] // heads, D=dim, GROUPS=groups,
-            EXACT=matrix.exact, PDL=self.overlap, WARPS=warps, UNROLL=unroll, LSE_STEPS=steps,
-            ROWS=rows, num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
+        launch(
+            gluon_rows.merge_kernel, (-(-n * row_tiles * tile * groups // rows), heads),
+            (partial, lse, matrix.parts, entries, output),
+            (n, output.stride(0), matrix.scale, heads, row_tiles, tile.bit_length() - 1, pieces, segments),
+            {"G": output.shape[1] // heads, "D": dim, "GROUPS": groups, "EXACT": matrix.exact, "PDL": self.overlap,
+             "WARPS": warps, "UNROLL": unroll, "LSE_STEPS": steps, "ROWS": rows},
+            num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
         )  # fmt: skip
 
 

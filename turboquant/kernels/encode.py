@@ -8,6 +8,7 @@ A tile is float32 [tokens, P] with P the head size padded to a power of two.  Ro
 lanes and its upper coordinate bits in registers: there a tree sum folds most of a row without a shuffle.
 """
 
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from turboquant.capture import ExactRing, LayerCache
 from turboquant.kernels import gluon_objection
+from turboquant.kernels.launch import launch, power_of_2
 from turboquant.page import PageFormat
 from turboquant.quantizer import (
     NORMS,
@@ -39,7 +41,7 @@ FP8_MAX = tl.constexpr(448.0)
 ROUND = tl.constexpr(1.5 * 2**23)  # adding and subtracting it rounds |x| < 2^22 to the nearest even integer
 CHUNK = tl.constexpr(4)  # matrix columns per step: 16 bytes of a row
 ROTATIONS = {"identity": IDENTITY, "hadamard": HADAMARD, "haar": HAAR}
-_CONSTANTS: WeakKeyDictionary[CompressedBlockStore, tuple[tuple[int, ...], tuple[int, ...]]] = WeakKeyDictionary()
+_SIDES: "WeakKeyDictionary[CompressedBlockStore, Sides]" = WeakKeyDictionary()
 SMALL_ROWS = 4096  # rows (of all heads and sides) that a current GPU runs at once with a warp for each
 LANES = 32
 
@@ -518,14 +520,27 @@ def side_constants(quantizer: Quantizer, layout: PageFormat, side: str) -> tuple
     )  # fmt: skip
 
 
-def store_constants(store: CompressedBlockStore) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`side_constants` of keys and values, made once per layer: they take longer than the launch."""
-    if store not in _CONSTANTS:
-        _CONSTANTS[store] = (
-            side_constants(store.codec.key, store.format, "key"),
-            side_constants(store.codec.value, store.format, "value"),
+@dataclass(frozen=True, eq=False)
+class Sides:
+    """Of a store: `side_constants` of keys and values, `side_tables` of both, and whether one `has_products`."""
+
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    tables: dict[str, torch.Tensor]
+    products: bool
+
+
+def store_sides(store: CompressedBlockStore) -> Sides:
+    """Made once per store: they take longer than the launch."""
+    if store not in _SIDES:
+        key, value = store.codec.key, store.codec.value
+        _SIDES[store] = Sides(
+            side_constants(key, store.format, "key"),
+            side_constants(value, store.format, "value"),
+            {**side_tables(key, "key"), **side_tables(value, "value")},
+            has_products(key) or has_products(value),
         )
-    return _CONSTANTS[store]
+    return _SIDES[store]
 
 
 def side_tables(quantizer: Quantizer, side: str) -> dict[str, torch.Tensor]:
@@ -548,12 +563,10 @@ def arguments(
 ) -> dict[str, Any]:
     """Arguments of `_encode_kernel` by name; nothing is copied."""
     codec, store = layer.codec, layer.store
-    _, heads, dim = keys.shape
+    rows, heads, dim = keys.shape
     assert keys.stride(-1) == 1 and values.stride(-1) == 1, "rows must be contiguous"
-    width = triton.next_power_of_2(dim)
-    count = min(len(keys), len(slots))
-    tokens, warps = tile(2 * count * heads, width, has_products(codec.key) or has_products(codec.value))
-    key, value = store_constants(store)
+    width, count, sides = power_of_2(dim), min(rows, slots.shape[0]), store_sides(store)
+    tokens, warps = tile(2 * count * heads, width, sides.products)
     return {
         "keys": keys,
         "values": values,
@@ -567,18 +580,17 @@ def arguments(
         "wide": codec.rotary.wide,
         "center": codec.center,
         "gain": codec.transform.gain,
-        **side_tables(codec.key, "key"),
-        **side_tables(codec.value, "value"),
+        **sides.tables,
         "count": count,
-        "spans": len(codec.rotary.wide),
+        "spans": codec.rotary.wide.shape[0],
         "key_stride": keys.stride(0),
         "key_head_stride": keys.stride(1),
         "value_stride": values.stride(0),
         "value_head_stride": values.stride(1),
         "page_stride": store.pages.stride(0),
         "page_head_stride": store.pages.stride(1),
-        "KEY": key,
-        "VALUE": value,
+        "KEY": sides.key,
+        "VALUE": sides.value,
         "RING": ring.capacity > 0,
         "H": heads,
         "D": dim,
@@ -616,9 +628,17 @@ def encode_many(chosen: dict[str, Any]) -> None:
     """Launch the kernel with explicit layouts on `arguments`; a program is a warp with 1024 coordinates."""
     from turboquant.kernels.gluon_encode import encode_kernel
 
-    grid = (triton.cdiv(chosen["count"] * chosen["D"], 1024), chosen["H"], 2)
-    own = {name: chosen[name] for name in encode_kernel.arg_names}
-    encode_kernel[grid](**own, num_warps=1, enable_fp_fusion=False)
+    start(encode_kernel, (-(-chosen["count"] * chosen["D"] // 1024), chosen["H"], 2), chosen, 1)
+
+
+def start(kernel: Any, grid: tuple[int, int, int], chosen: dict[str, Any], warps: int) -> None:
+    """Launch a kernel on those of `arguments` that it has: tensors, then numbers from "count" on, then constants."""
+    names = kernel.arg_names
+    count, constants = names.index("count"), names.index("KEY")
+    launch(
+        kernel, grid, [chosen[name] for name in names[:count]], [chosen[name] for name in names[count:constants]],
+        {name: chosen[name] for name in names[constants:]}, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def encode(layer: LayerCache, ring: ExactRing, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -632,4 +652,4 @@ def encode(layer: LayerCache, ring: ExactRing, keys: torch.Tensor, values: torch
     if choose(chosen):
         encode_many(chosen)
     else:
-        _encode_kernel[(triton.cdiv(chosen["count"], chosen["T"]), chosen["H"], 2)](**chosen, enable_fp_fusion=False)
+        start(_encode_kernel, (-(-chosen["count"] // chosen["T"]), chosen["H"], 2), chosen, chosen["num_warps"])

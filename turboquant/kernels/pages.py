@@ -6,6 +6,7 @@ and a mask, and never touch memory where the mask is False: there a code is 0 an
 
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -13,6 +14,7 @@ import triton.language as tl
 
 from turboquant.page import PageFormat
 from turboquant.quantizer import FP8Quantizer, GroupQuantizer, Quantizer, TurboQuantMSE, TurboQuantProd
+from turboquant.store import CompressedBlockStore
 
 
 class Side(str):
@@ -56,6 +58,17 @@ def page_side(layout: PageFormat, name: str, quantizer: Quantizer) -> Side:
         decoder=decoder, bits=quantizer.bits, first=first.offset, second=second, group=group,
         dimension_major=first.dimension_major, scalars=scalars.offset // 2, per_token=quantizer.num_scalars,
     )  # fmt: skip
+
+
+_sides: WeakKeyDictionary[CompressedBlockStore, tuple[Side, Side]] = WeakKeyDictionary()
+
+
+def page_sides(store: CompressedBlockStore) -> tuple[Side, Side]:
+    """`page_side` of keys and values, made once per store: they take longer than a launch."""
+    if store not in _sides:
+        codec = store.codec
+        _sides[store] = page_side(store.format, "key", codec.key), page_side(store.format, "value", codec.value)
+    return _sides[store]
 
 
 @cache

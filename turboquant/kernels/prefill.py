@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from turboquant.capture import LayerCache
+from turboquant.kernels.launch import launch, power_of_2
 from turboquant.kernels.matrix import SplitMatrix
 from turboquant.kernels.transcode import Rows, decode_span, lift
 from turboquant.score import WORKSPACE_TOKENS, Own, Partial, QueryGroup
@@ -60,11 +61,18 @@ def _rotate_kernel(
 
 @triton.jit(do_not_specialize=["first", "count", "cached"], do_not_specialize_on_alignment=["INDEX", "PRESENT"])
 def _exact_kernel(
-    RING, INDEX, PRESENT, MATRIX, GAIN, OUT, first, count, cached, ring_stride, KEYS: tl.constexpr,
-    C: tl.constexpr, SINKS: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr,
+    KEYS, VALUES, INDEX, PRESENT, KEY_MATRIX, VALUE_MATRIX, GAIN, KEYS_OUT, VALUES_OUT, first, count, cached,
+    ring_stride, C: tl.constexpr, SINKS: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
-    """Exact tokens of the ring, rotated, over their decoded selves: OUT [count, heads, D] holds tokens from `first`."""
-    head, n = tl.program_id(1), tl.arange(0, DIMS)
+    """Exact tokens of the ring, rotated, over their decoded selves: outputs [count, heads, D] hold tokens from `first`.
+
+    Program (tile of columns, head, side).
+    """
+    head, n, is_key = tl.program_id(1), tl.arange(0, DIMS), tl.program_id(2) == 0
+    ring, matrix, out = VALUES, VALUE_MATRIX, VALUES_OUT
+    if is_key:
+        ring, matrix, out = KEYS, KEY_MATRIX, KEYS_OUT
     column = tl.program_id(0) * T + tl.arange(0, T)
     place = tl.where(column < SINKS, column, cached - C + column) - first
     found = tl.load(PRESENT + column, mask=column < C, other=0) != 0
@@ -74,12 +82,11 @@ def _exact_kernel(
     for start in range(0, D, CHUNK):
         k = start + tl.arange(0, CHUNK)
         mask = found[:, None] & (k < D)[None, :]
-        x = tl.load(RING + (entry * ring_stride + head * D)[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
-        if KEYS:
-            x *= tl.load(GAIN + head * D + k, mask=k < D, other=0.0)[None, :]
-        acc += tl.dot(x, _weights(MATRIX, n, k, D), input_precision="ieee")
-    target = OUT + (place.to(tl.int64) * tl.num_programs(1) + head)[:, None] * D + n[None, :]
-    tl.store(target, acc.to(OUT.dtype.element_ty), mask=found[:, None] & (n < D)[None, :])
+        x = tl.load(ring + (entry * ring_stride + head * D)[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
+        x *= tl.where(is_key, tl.load(GAIN + head * D + k, mask=k < D, other=1.0), 1.0)[None, :]
+        acc += tl.dot(x, _weights(matrix, n, k, D), input_precision="ieee")
+    target = out + (place.to(tl.int64) * tl.num_programs(1) + head)[:, None] * D + n[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=found[:, None] & (n < D)[None, :])
 
 
 @triton.jit
@@ -145,9 +152,8 @@ def fold(a: Partial, b: Partial) -> Partial:
     """
     tokens, heads, dim = a[0].shape
     out, lse = torch.empty_like(a[0], dtype=torch.float32), torch.empty_like(a[1])
-    _fold_kernel[(triton.cdiv(tokens * heads, ROWS),)](
-        *a, *b, out, lse, tokens, heads, D=dim, DIMS=triton.next_power_of_2(dim), ROWS=ROWS
-    )
+    sizes = {"D": dim, "DIMS": power_of_2(dim), "ROWS": ROWS}
+    launch(_fold_kernel, (-(-tokens * heads // ROWS),), (*a, *b, out, lse), (tokens, heads), sizes)
     return out, lse
 
 
@@ -160,7 +166,7 @@ class StagedPrefill:
         self.query_matrix = SplitMatrix.of(codec.query_matrix.mT, dtype)
         self.output_matrix = SplitMatrix.of(codec.value.rotation.matrix.mT, dtype)
         self.nbytes = self.query_matrix.parts.nbytes + self.output_matrix.parts.nbytes
-        dims = triton.next_power_of_2(layer.store.format.head_dim)
+        dims = power_of_2(layer.store.format.head_dim)
         self.sizes = {"D": layer.store.format.head_dim, "DIMS": dims}
 
     def serves(self, group: QueryGroup, query: torch.Tensor, own: Own, softcap: float) -> bool:
@@ -183,8 +189,9 @@ class StagedPrefill:
                 output[rows] = attend(group, row, query[rows], own_rows, cached, scale, softcap)
                 continue
             # The history first: while the device is at it, Python launches the rest.
-            history = self._history(group, row, query[rows], cached, scale) if cached else None
-            chunk = self.attention(query[rows], *own_rows, scale, True, group.window, softcap)
+            queries = query[rows]
+            history = self._history(group, row, queries, cached, scale) if cached else None
+            chunk = self.attention(queries, *own_rows, scale, True, group.window, softcap)
             if history is None:
                 output[rows] = chunk[0]
             else:
@@ -229,7 +236,7 @@ class StagedPrefill:
 
     def _decode_plain(self, group: QueryGroup, row: int, first: int, last: int, cached: int, out: Rows) -> None:
         """Tokens [first, last) of a request in the original basis, exact ones where the ring has them."""
-        blocks, window, recent = group.plan.batch.block_table[row].contiguous(), group.plan.window, self.layer.recent
+        (blocks, _, _), window, recent = group.lines[row], group.plan.window, self.layer.recent
         decode_span(self.layer.store, blocks, first, last, out[0].dtype, rotated=False, out=out)
         start = cached - window.recent
         # (first token, column of token 0, end) of the sinks and of the last tokens
@@ -247,33 +254,36 @@ class StagedPrefill:
         tokens, query_heads, _ = query.shape
         heads, matrix = self.layer.store.num_kv_heads, self.query_matrix
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        _rotate_kernel[(triton.cdiv(tokens * query_heads // heads, ROWS), heads)](
-            query, matrix.parts, out, tokens, query.stride(0), heads, G=query_heads // heads, CHUNK=CHUNK,
-            PARTS=len(matrix.parts), ROWS=ROWS, num_stages=2, **self.sizes,
+        launch(
+            _rotate_kernel, (-(-tokens * query_heads // heads // ROWS), heads), (query, matrix.parts, out),
+            (tokens, query.stride(0), heads),
+            {"G": query_heads // heads, **self.sizes, "CHUNK": CHUNK, "PARTS": len(matrix.parts), "ROWS": ROWS},
+            num_stages=2,
         )  # fmt: skip
         return out
 
     def _decode(self, group: QueryGroup, row: int, first: int, last: int, cached: int, dtype: torch.dtype) -> Rows:
         """Tokens [first, last) of a request in the codec's bases, keys whole; exact ones where the ring has them."""
         window, codec, ring = group.plan.window, self.layer.codec, self.layer.recent
-        blocks = group.plan.batch.block_table[row].contiguous()
+        blocks, index, flags = group.lines[row]
         rows = decode_span(self.layer.store, blocks, first, last, dtype, lift=lift(codec, first, last))
         columns = window.present.shape[1]
         if not columns or (first >= window.sinks and cached - window.recent >= last):
             return rows
-        sides = ((rows[0], ring.keys, codec.key.rotation), (rows[1], ring.values, codec.value.rotation))
-        for out, exact, rotation in sides:
-            _exact_kernel[(triton.cdiv(columns, 16), self.layer.store.num_kv_heads)](
-                exact, window.index[row], window.present[row].view(torch.uint8), rotation.matrix,
-                codec.transform.gain, out, first, last - first, cached, exact.stride(0), KEYS=out is rows[0], C=columns,
-                SINKS=window.sinks, CHUNK=16, T=16, **self.sizes,
-            )  # fmt: skip
+        launch(
+            _exact_kernel, (-(-columns // 16), self.layer.store.num_kv_heads, 2),
+            (ring.keys, ring.values, index, flags, codec.key.rotation.matrix,
+             codec.value.rotation.matrix, codec.transform.gain, *rows),
+            (first, last - first, cached, ring.keys.stride(0)),
+            {"C": columns, "SINKS": window.sinks, **self.sizes, "CHUNK": 16, "T": 16},
+        )  # fmt: skip
         return rows
 
     def _finish(self, history: Partial, chunk: Partial, output: torch.Tensor) -> None:
         """Merge history (in the values' basis) and own chunk into output [Q, H_q, d]."""
         (tokens, heads, _), matrix = output.shape, self.output_matrix
-        _finish_kernel[(triton.cdiv(tokens * heads, ROWS),)](
-            *history, *chunk, matrix.parts, output, tokens, output.stride(0), heads, matrix.scale, CHUNK=CHUNK,
-            PARTS=len(matrix.parts), ROWS=ROWS, num_stages=2, **self.sizes,
+        launch(
+            _finish_kernel, (-(-tokens * heads // ROWS),), (*history, *chunk, matrix.parts, output),
+            (tokens, output.stride(0), heads, matrix.scale),
+            {**self.sizes, "CHUNK": CHUNK, "PARTS": len(matrix.parts), "ROWS": ROWS}, num_stages=2,
         )  # fmt: skip

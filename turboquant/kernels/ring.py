@@ -194,6 +194,6 @@ def plan(ring: ExactRing, batch: AttentionBatch, lines: torch.Tensor, window: Ex
             num_warps=8, **sizes,
         )  # fmt: skip
     _locate_kernel[(requests,)](
-        *common, written, ring.number, lines, window.index, window.present.view(torch.uint8), *counts,
+        *common, written, ring.number, lines, window.index, window.flags, *counts,
         SINKS=ring.sinks, C=ring.columns, COLUMNS=triton.next_power_of_2(max(ring.columns, 1)), **sizes,
     )  # fmt: skip

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from turboquant.codec import KVCodec
-from turboquant.kernels.pages import code_table, load_codes, load_rows, load_scalar, page_side, sketch_signs
+from turboquant.kernels.launch import launch, power_of_2
+from turboquant.kernels.pages import code_table, load_codes, load_rows, load_scalar, page_sides, sketch_signs
 from turboquant.quantizer import Quantizer, TurboQuantProd
 from turboquant.rotary import SPAN
 from turboquant.rotation import batch_invariant_matmul
@@ -77,24 +78,21 @@ def lift(codec: KVCodec, first: int, last: int) -> torch.Tensor:
     rotary, (heads, dim) = codec.rotary, codec.transform.center.shape
     start, stop = rotary.span_range(first, last)
     out = torch.empty(stop - start, heads, dim, device=codec.center.device)
-    _lift_kernel[(triton.cdiv(stop - start, 16), heads)](
-        codec.center, rotary.wide, codec.transform.gain, codec.key.rotation.matrix, out, start, stop - start, H=heads,
-        D=dim, DIMS=triton.next_power_of_2(dim), CHUNK=16, T=16, num_stages=1,
+    launch(
+        _lift_kernel, (-(-(stop - start) // 16), heads),
+        (codec.center, rotary.wide, codec.transform.gain, codec.key.rotation.matrix, out), (start, stop - start),
+        {"H": heads, "D": dim, "DIMS": power_of_2(dim), "CHUNK": 16, "T": 16}, num_stages=1,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["first", "count", "spans"], do_not_specialize_on_alignment=["places"])
-def _decode_kernel(
+@triton.jit
+def _decode_side(
     places, pages, scalars, table, rotation, sketch, gain, center, wide, lift, out, first, count, spans, page_stride,
     head_stride, out_stride, out_head_stride, SPAN: tl.constexpr, SIDE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BS: tl.constexpr, ROTATE: tl.constexpr, AFFINE: tl.constexpr, LIFT: tl.constexpr, DIMS: tl.constexpr,
     CHUNK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """places: slots of single tokens; for a SPAN of tokens from `first` on, the blocks of their request.
-
-    LIFT: add rows of lift float32 [spans from that of `first` on, H, D].
-    """
     head, token, coordinate = tl.program_id(1), tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, DIMS)
     if SPAN:
         seen, local = token < count, (first + token) % BS
@@ -124,6 +122,34 @@ def _decode_kernel(
     tl.store(out + address, rows.to(out.dtype.element_ty), mask=(token < count)[:, None] & (coordinate < D)[None, :])
 
 
+@triton.jit(do_not_specialize=["first", "count", "spans"], do_not_specialize_on_alignment=["places"])
+def _decode_kernel(
+    places, pages, scalars, key_table, key_rotation, key_sketch, value_table, value_rotation, value_sketch, gain, center,
+    wide, lift, keys, values, first, count, spans, page_stride, head_stride, key_stride, key_head_stride, value_stride,
+    value_head_stride, SPAN: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BS: tl.constexpr, ROTATE_KEYS: tl.constexpr, ROTATE_VALUES: tl.constexpr, AFFINE: tl.constexpr, LIFT: tl.constexpr,
+    DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of tokens, head, side).
+
+    places: slots of single tokens; for a SPAN of tokens from `first` on, the blocks of their request.
+    AFFINE: centres and gains, for keys in the original basis.
+    LIFT: add rows of lift float32 [spans from that of `first` on, H, D] to the keys.
+    """
+    if tl.program_id(2) == 0:
+        _decode_side(
+            places, pages, scalars, key_table, key_rotation, key_sketch, gain, center, wide, lift, keys, first, count,
+            spans, page_stride, head_stride, key_stride, key_head_stride, SPAN, KEY, H, D, BS, ROTATE_KEYS, AFFINE,
+            LIFT, DIMS, CHUNK, T,
+        )  # fmt: skip
+    else:
+        _decode_side(
+            places, pages, scalars, value_table, value_rotation, value_sketch, gain, center, wide, lift, values,
+            first, count, spans, page_stride, head_stride, value_stride, value_head_stride, SPAN, VALUE, H, D, BS,
+            ROTATE_VALUES, False, False, DIMS, CHUNK, T,
+        )  # fmt: skip
+
+
 def decode_rows(
     store: CompressedBlockStore, slots: torch.Tensor, dtype: torch.dtype, *, rotated: bool, out: Rows | None = None
 ) -> Rows:
@@ -142,7 +168,7 @@ def decode_rows(
         if rows.shape != shape or rows.dtype != dtype or rows.stride(-1) != 1:
             raise ValueError(f"out must be {dtype} {shape} with contiguous rows; got {rows.dtype} {tuple(rows.shape)}")
     if len(slots):
-        _decode_sides(store, slots.contiguous(), None, out, rotated, None)
+        _decode(store, slots.contiguous(), None, out, rotated, None)
     return out
 
 
@@ -157,7 +183,7 @@ def decode_span(
     """
     out = _rows(store, last - first, dtype, blocks.device) if out is None else out
     if last > first:
-        _decode_sides(store, blocks, first, out, rotated, lift)
+        _decode(store, blocks, first, out, rotated, lift)
     return out
 
 
@@ -166,34 +192,29 @@ def _rows(store: CompressedBlockStore, count: int, dtype: torch.dtype, device: t
     return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
 
 
-def _decode_sides(
+def _decode(
     store: CompressedBlockStore, places: torch.Tensor, first: int | None, out: Rows, rotated: bool,
     lift: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """places: slots, or with the first token of a span the blocks of its request."""
-    _decode_side(store, "key", store.codec.key, places, first, out[0], rotated, lift)
-    _decode_side(store, "value", store.codec.value, places, first, out[1], rotated, None)
-
-
-def _decode_side(
-    store: CompressedBlockStore, name: str, quantizer: Quantizer, places: torch.Tensor, first: int | None,
-    out: torch.Tensor, rotated: bool, lift: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """Decode the side `name` ("key" or "value") into out [N, H_kv, d]."""
-    pages, codec, rotation = store.pages, store.codec, quantizer.rotation
-    wide = codec.rotary.wide
-    lifted = lift is not None
-    rotate = not rotated and rotation.kind != "identity"
-    dims = triton.next_power_of_2(quantizer.dim)
-    sketched = isinstance(quantizer, TurboQuantProd)
+    pages, codec, (keys, values), dim = store.pages, store.codec, out, store.format.head_dim
+    key, value, wide, count = codec.key, codec.value, codec.rotary.wide, keys.shape[0]
+    turn_keys, turn_values = (not rotated and side.rotation.kind != "identity" for side in (key, value))
+    dims = power_of_2(dim)
+    sketched = any(isinstance(side, TurboQuantProd) for side in (key, value))
     tokens = 32 if dims * (1 + sketched) <= 256 else 16  # so many rows stay in registers
-    _decode_kernel[(triton.cdiv(len(out), tokens), store.num_kv_heads)](
-        places, pages, pages.view(torch.bfloat16), code_table(quantizer, pages.device), rotation.matrix,
-        _sketch_matrix(quantizer, rotate), codec.transform.gain, codec.center, wide, lift if lifted else wide,
-        out, first or 0, len(out), len(wide), pages.stride(0), pages.stride(1), out.stride(0), out.stride(1),
-        SPAN=first is not None, SIDE=page_side(store.format, name, quantizer), H=store.num_kv_heads, D=quantizer.dim,
-        BS=store.block_size, ROTATE=rotate, AFFINE=name == "key" and not rotated, LIFT=lifted, DIMS=dims,
-        CHUNK=16, T=tokens, num_stages=1,
+    sides = page_sides(store)
+    launch(
+        _decode_kernel, (-(-count // tokens), store.num_kv_heads, 2),
+        (places, pages, pages.view(torch.bfloat16), code_table(key, pages.device), key.rotation.matrix,
+         _sketch_matrix(key, turn_keys), code_table(value, pages.device), value.rotation.matrix,
+         _sketch_matrix(value, turn_values), codec.transform.gain, codec.center, wide, wide if lift is None else lift,
+         keys, values),
+        (first or 0, count, wide.shape[0], *pages.stride()[:2], *keys.stride()[:2], *values.stride()[:2]),
+        {"SPAN": first is not None, "KEY": sides[0], "VALUE": sides[1], "H": store.num_kv_heads, "D": dim,
+         "BS": store.block_size, "ROTATE_KEYS": turn_keys, "ROTATE_VALUES": turn_values, "AFFINE": not rotated,
+         "LIFT": lift is not None, "DIMS": dims, "CHUNK": 16, "T": tokens},
+        num_stages=1,
     )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from test_kernel_history import CODECS, DEVICE, make_codec
 
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import TurboQuantConfig
-from turboquant.kernels.transcode import decode_rows, lift
+from turboquant.kernels.launch import Operands
+from turboquant.kernels.transcode import decode_rows, empty_lift, plan_lift, span_operands
 from turboquant.quantizer import GroupQuantizer, TurboQuantProd
 from turboquant.rotation import qjl_matrix
 from turboquant.store import CompressedBlockStore
@@ -79,7 +80,10 @@ def test_lift(dim, turns, first, last):
     rotary = make_rotary(dim, 640) if turns else None
     transform = KeyTransform(normal(HEADS, dim, seed=5), normal(HEADS, dim, seed=6).exp(), rotary)
     codec = KVCodec.build(TurboQuantConfig(), 1, HEADS, dim, transform, DEVICE)
-    assert_close([lift(codec, first, last)], [codec.lift(first, last)])
+    operands = Operands(span_operands(CompressedBlockStore(codec, 1, HEADS, 16, DEVICE), True))
+    out = empty_lift(codec, first, last)
+    plan_lift(codec, first, last, out)(operands)
+    assert_close([out], [codec.lift(first, last)])
 
 
 @pytest.mark.parametrize("name", ["k8v4", "k4v4", "prod4-group4"])

@@ -7,9 +7,9 @@ that transient memory does not grow with the context.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -68,7 +68,8 @@ class QueryGroup:
     """Requests of similar query length, padded to a rectangle, and what their rows may see; the same for all layers.
 
     What a layer asks for is computed once and kept for the other layers of the step.
-    requests: n request numbers; length: Q; window: sliding window (0 = none); tile: tokens of a tile.
+    requests: n request numbers; length: Q; window: sliding window (0 = none); tile: tokens of a tile;
+    launches: what kernels plan for the layers of a kind.
     """
 
     plan: StepPlan
@@ -76,6 +77,7 @@ class QueryGroup:
     length: int
     window: int
     tile: int
+    launches: dict[Hashable, Any] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> torch.Tensor:

@@ -6,6 +6,7 @@ launches depend on the shapes of a batch alone, never on its lengths, so that a 
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,10 @@ from turboquant.capture import ExactRing, LayerCache
 from turboquant.codec import KVCodec
 from turboquant.kernels import gluon_decode, gluon_rows, tiles
 from turboquant.kernels.decoders import BF16_128, table_words
-from turboquant.kernels.launch import launch
+from turboquant.kernels.launch import Launch, Operand, Operands, kind_of
 from turboquant.kernels.matrix import SplitMatrix
 from turboquant.quantizer import FP8Quantizer, TurboQuantMSE
-from turboquant.score import WORKSPACE_TOKENS, Own, QueryGroup
+from turboquant.score import WORKSPACE_TOKENS, Own, Partial, QueryGroup
 
 LOG2E = 1 / math.log(2)
 ROW_CHOICES = (4, 8, 16)
@@ -34,6 +35,7 @@ FEW = 4  # segments of a group from which the merge loads as many as registers h
 LONG_PIECE, SHORT_PIECE = 8, 2  # tiles of an exact piece: few requests need short pieces for latency
 REGISTERS_PER_SM = 65536
 Prepared = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # QUERY, FACTOR, OFFSET, WAVES
+Segments = tuple[int, int, int]  # splits of the history, exact pieces, tiles of a piece
 
 
 def unsupported(layer: LayerCache) -> str | None:
@@ -163,6 +165,30 @@ class FastDecode:
         self.overlap = torch.cuda.get_device_capability(device) >= (9, 0)  # programmatic dependent launch
         self.nbytes = self.tables.nbytes
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.kind = self._kind()
+        self.operands = Operands(self._own_operands())
+
+    def _kind(self) -> int:
+        """The same for layers that launch alike, in steps that are alike: everything of a layer that launches depend on
+        but for `_own_operands`.
+        """
+        layer, tables, rotary = self.layer, self.tables, self.layer.codec.rotary
+        facts = (
+            layer.store.num_kv_heads, layer.recent.keys.stride(0), layer.recent.keys.dtype, layer.store.pages.device,
+            isinstance(layer.codec.key, FP8Quantizer), rotary.turns, rotary.cos_sin.shape[0],
+            tables.query_matrix.exact, tables.output_matrix.exact, tables.value_step,
+        )  # fmt: skip
+        return kind_of("decode", self.columns, self.sinks, *self.constants.items(), *facts)
+
+    def _own_operands(self) -> dict[str, Operand]:
+        layer, tables = self.layer, self.tables
+        return {
+            "query_matrix": tables.query_matrix.parts, "query_scale": tables.query_matrix.scale,
+            "center": layer.codec.transform.center, "axes": tables.axes, "weights": tables.weights,
+            "key_step": tables.key_step, "cos_sin": layer.codec.rotary.cos_sin, "lookup": tables.lookup,
+            "recent_keys": layer.recent.keys, "recent_values": layer.recent.values,
+            "output_matrix": tables.output_matrix.parts, "output_scale": tables.output_matrix.scale,
+        }  # fmt: skip
 
     def serves(self, group: QueryGroup, query: torch.Tensor, own: Own, softcap: float) -> bool:
         """See `turboquant.score.FusedKernel`."""
@@ -185,20 +211,34 @@ class FastDecode:
 
         own: keys and values [T, H_kv, d] of the step's rows; all in the dtype of the exact ring.
         """
+        pages = self.layer.store.pages
+        key = (
+            self.kind, query.shape, query.stride(0), *[rows.stride(0) for rows in own], output.stride(0), output.dtype,
+            pages.stride(0), scale, softcap,
+        )  # fmt: skip
+        launches = group.launches.get(key)
+        if launches is None:
+            launches = group.launches[key] = list(self._plan(group, query, own, output, scale, softcap))
+        operands = self.operands.joined(query=query, keys=own[0], values=own[1], output=output, pages=pages)
+        for launch in launches:
+            launch(operands)
+
+    def _plan(
+        self, group: QueryGroup, query: torch.Tensor, own: Own, output: torch.Tensor, scale: float, softcap: float
+    ) -> Iterator[Launch]:
+        """Launches with their scratch memory, which layers use one after the other."""
         heads, dim = self.layer.store.num_kv_heads, query.shape[2]
         factor = scale / softcap if softcap else scale * LOG2E
         tile, row_tiles = row_tiling(query.shape[1] // heads * group.length, dim)
-        registers = max_registers(tile, dim, self.layer.codec.key.bits)
-        prepared = self._prepare(query, factor)
+        prepared = self._prepared(query)
+        yield self._prepare(query, prepared, factor)
         for entries in group.entries.split(self._most_requests(tile, row_tiles)):
-            splits, pieces, exact_tiles = self._segments(len(entries) * heads * row_tiles, tile)
-            shape = (len(entries), heads, row_tiles, splits + pieces, tile)
+            segments = self._segments(len(entries) * heads * row_tiles, tile)
+            shape = (len(entries), heads, row_tiles, segments[0] + segments[1], tile)
             partial = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
             lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-            self._attend(
-                group, entries, prepared, query, own, partial, lse, pieces, exact_tiles, registers, factor, softcap
-            )
-            self._merge(entries, partial, lse, pieces, output)
+            yield self._attend(group, entries, prepared, query, own, (partial, lse), segments, factor, softcap)
+            yield self._merge(entries, (partial, lse), segments, output)
 
     def variant(self, requests: int, new: int, query_heads: int) -> tuple[object, ...]:
         """See `turboquant.score.FusedKernel`."""
@@ -219,7 +259,7 @@ class FastDecode:
         segments = max(self._slots(tile), PARTIAL_BYTES // (8 * tile * self.layer.codec.key.dim))
         return max(1, segments // (self.layer.store.num_kv_heads * row_tiles))
 
-    def _segments(self, programs: int, tile: int) -> tuple[int, int, int]:
+    def _segments(self, programs: int, tile: int) -> Segments:
         """Splits of the history, so that all programs fill the device once; exact pieces, and tiles of a piece."""
         slots = self._slots(tile)
         tiles = SHORT_PIECE if programs * 2 < slots else LONG_PIECE
@@ -243,30 +283,36 @@ class FastDecode:
         steps = -(-(MAX_SPLITS + pieces) // dim) if splits + pieces > dim else 1
         return groups, rows, warps, registers, most if splits > FEW * groups else min(most, FEW), steps
 
-    def _prepare(self, query: torch.Tensor, factor: float) -> Prepared:
-        """query [T, H_q, d] -> what `gluon_rows.prepare_kernel` makes of it."""
+    def _prepared(self, query: torch.Tensor) -> Prepared:
+        """Memory for what `gluon_rows.prepare_kernel` makes of query [T, H_q, d]."""
         tokens, query_heads, dim = query.shape
-        heads, matrix, tables = self.layer.store.num_kv_heads, self.tables.query_matrix, self.tables
-        group = query_heads // heads
+        heads, device = self.layer.store.num_kv_heads, query.device
         floating = isinstance(self.layer.codec.key, FP8Quantizer)
-        dtype = torch.float16 if floating else torch.int8
-        rows = torch.empty(tokens, heads, group, 2, dim, dtype=dtype, device=query.device)
-        factors = torch.empty(tokens, heads, group, 2, dtype=torch.float32, device=query.device)
-        offsets = torch.empty(tokens, heads, group, dtype=torch.int32, device=query.device)
-        turns = self.layer.codec.rotary.turns
-        waves = torch.empty(tokens if turns else 0, heads, group, 2, dim, dtype=torch.float16, device=query.device)
+        shape = (tokens, heads, query_heads // heads)
+        waves = (tokens if self.layer.codec.rotary.turns else 0, *shape[1:])
+        return (
+            torch.empty(*shape, 2, dim, dtype=torch.float16 if floating else torch.int8, device=device),
+            torch.empty(*shape, 2, dtype=torch.float32, device=device),
+            torch.empty(shape, dtype=torch.int32, device=device),
+            torch.empty(*waves, 2, dim, dtype=torch.float16, device=device),
+        )
+
+    def _prepare(self, query: torch.Tensor, prepared: Prepared, factor: float) -> Launch:
+        tokens, query_heads, dim = query.shape
+        heads = self.layer.store.num_kv_heads
+        group = query_heads // heads
         size, warps, registers = program_rows(dim, self._has_many_rows(tokens * query_heads))
-        grid = (-(-tokens * group // size), heads)
-        center, scales = self.layer.codec.transform.center, (factor, matrix.scale, tables.key_step)
-        launch(
-            gluon_rows.prepare_kernel, grid,
-            (query, matrix.parts, center, tables.axes, tables.weights, rows, factors, offsets, waves),
-            (tokens, query.stride(0), *scales, heads),
-            {"G": group, "D": dim, "FLOAT": floating, "EXACT": matrix.exact, "TURNS": turns, "PDL": self.overlap,
-             "WARPS": warps, "ROWS": size},
-            num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
+        constants = {
+            "G": group, "D": dim, "FLOAT": isinstance(self.layer.codec.key, FP8Quantizer),
+            "EXACT": self.tables.query_matrix.exact, "TURNS": self.layer.codec.rotary.turns, "PDL": self.overlap,
+            "WARPS": warps, "ROWS": size,
+        }  # fmt: skip
+        return Launch(
+            gluon_rows.prepare_kernel, (-(-tokens * group // size), heads),
+            ("query", "query_matrix", "center", "axes", "weights", *prepared),
+            (tokens, query.stride(0), factor, "query_scale", "key_step", heads),
+            constants, num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
         )  # fmt: skip
-        return rows, factors, offsets, waves
 
     def _attend(
         self,
@@ -275,46 +321,45 @@ class FastDecode:
         prepared: Prepared,
         query: torch.Tensor,
         own: Own,
-        partial: torch.Tensor,
-        lse: torch.Tensor,
-        pieces: int,
-        exact_tiles: int,
-        registers: int,
+        partial: Partial,
+        segments: Segments,
         factor: float,
         softcap: float,
-    ) -> None:
+    ) -> Launch:
         """Fill partial float32 [n, H_kv, row tiles, segments, rows, d], lse [.., rows] (base 2, -inf for nothing)."""
-        batch, window = group.plan.batch, group.plan.window
-        pages, recent, (keys, values) = self.layer.store.pages, self.layer.recent, own
-        rotary = self.layer.codec.rotary
-        n, heads, row_tiles, segments, tile, _ = partial.shape
-        launch(
-            gluon_decode.decode_kernel, (n * heads, segments, row_tiles),
-            (*prepared, rotary.cos_sin, query, pages, self.tables.lookup, batch.block_table, entries, window.index,
-             window.flags, recent.keys, recent.values, keys, values, partial, lse),
-            (batch.block_table.stride(0), pages.stride(0), query.stride(0), keys.stride(0), values.stride(0),
-             recent.keys.stride(0), heads, len(rotary.cos_sin), segments - pieces, pieces, exact_tiles, factor,
+        batch, window, (splits, pieces, exact_tiles) = group.plan.batch, group.plan.window, segments
+        rotary, pages, recent = self.layer.codec.rotary, self.layer.store.pages, self.layer.recent
+        n, heads, row_tiles, count, tile, dim = partial[0].shape
+        constants = {
+            **self.constants, "G": query.shape[1] // heads, "R": tile, "COLUMNS": self.columns, "SINKS": self.sinks,
+            "SLIDING": group.window > 0, "SOFTCAP": softcap > 0, "VSTEP": self.tables.value_step,
+            "TURNS": rotary.turns, "PDL": self.overlap,
+        }  # fmt: skip
+        return Launch(
+            gluon_decode.decode_kernel, (n * heads, count, row_tiles),
+            (*prepared, "cos_sin", "query", "pages", "lookup", batch.block_table, entries, window.index, window.flags,
+             "recent_keys", "recent_values", "keys", "values", *partial),
+            (batch.block_table.stride(0), pages.stride(0), query.stride(0), own[0].stride(0), own[1].stride(0),
+             recent.keys.stride(0), heads, rotary.cos_sin.shape[0], splits, pieces, exact_tiles, factor,
              softcap * LOG2E, group.window),
-            {"G": query.shape[1] // heads, "R": tile, "COLUMNS": self.columns, "SINKS": self.sinks,
-             "SLIDING": group.window > 0, "SOFTCAP": softcap > 0, "VSTEP": self.tables.value_step,
-             "TURNS": rotary.turns, "PDL": self.overlap, **self.constants},
-            num_warps=1, maxnreg=registers, launch_pdl=self.overlap,
+            constants, num_warps=1, maxnreg=max_registers(tile, dim, self.layer.codec.key.bits),
+            launch_pdl=self.overlap,
         )  # fmt: skip
 
-    def _merge(
-        self, entries: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, pieces: int, output: torch.Tensor
-    ) -> None:
+    def _merge(self, entries: torch.Tensor, partial: Partial, segments: Segments, output: torch.Tensor) -> Launch:
         """Merge the segments into the requests' rows of output [T, H_q, d]."""
-        n, heads, row_tiles, segments, tile, dim = partial.shape
-        matrix, programs = self.tables.output_matrix, n * heads * row_tiles
-        groups, rows, warps, registers, unroll, steps = self._merge_shape(programs, tile, segments - pieces, pieces)
-        launch(
+        n, heads, row_tiles, count, tile, dim = partial[0].shape
+        splits, pieces, _ = segments
+        groups, rows, warps, registers, unroll, steps = self._merge_shape(n * heads * row_tiles, tile, splits, pieces)
+        constants = {
+            "G": output.shape[1] // heads, "D": dim, "GROUPS": groups, "EXACT": self.tables.output_matrix.exact,
+            "PDL": self.overlap, "WARPS": warps, "UNROLL": unroll, "LSE_STEPS": steps, "ROWS": rows,
+        }  # fmt: skip
+        return Launch(
             gluon_rows.merge_kernel, (-(-n * row_tiles * tile * groups // rows), heads),
-            (partial, lse, matrix.parts, entries, output),
-            (n, output.stride(0), matrix.scale, heads, row_tiles, tile.bit_length() - 1, pieces, segments),
-            {"G": output.shape[1] // heads, "D": dim, "GROUPS": groups, "EXACT": matrix.exact, "PDL": self.overlap,
-             "WARPS": warps, "UNROLL": unroll, "LSE_STEPS": steps, "ROWS": rows},
-            num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
+            (*partial, "output_matrix", entries, "output"),
+            (n, output.stride(0), "output_scale", heads, row_tiles, tile.bit_length() - 1, pieces, count),
+            constants, num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ A tile is float32 [tokens, P] with P the head size padded to a power of two.  Ro
 lanes and its upper coordinate bits in registers: there a tree sum folds most of a row without a shuffle.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ import triton.language as tl
 
 from turboquant.capture import ExactRing, LayerCache
 from turboquant.kernels import gluon_objection
-from turboquant.kernels.launch import launch, power_of_2
+from turboquant.kernels.launch import Launch, Operand, Operands, kind_of, power_of_2
 from turboquant.page import PageFormat
 from turboquant.quantizer import (
     NORMS,
@@ -44,6 +45,9 @@ ROTATIONS = {"identity": IDENTITY, "hadamard": HADAMARD, "haar": HAAR}
 _SIDES: "WeakKeyDictionary[CompressedBlockStore, Sides]" = WeakKeyDictionary()
 SMALL_ROWS = 4096  # rows (of all heads and sides) that a current GPU runs at once with a warp for each
 LANES = 32
+STEP_TENSORS = ("keys", "values", "slots")
+_OPERANDS: "WeakKeyDictionary[CompressedBlockStore, LayerOperands]" = WeakKeyDictionary()
+_LAST: dict[int, tuple[Hashable, Launch]] = {}  # by kind of layers, what the last one to encode launched
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------
@@ -624,21 +628,46 @@ def choose(chosen: dict[str, Any]) -> bool:
     )
 
 
-def encode_many(chosen: dict[str, Any]) -> None:
-    """Launch the kernel with explicit layouts on `arguments`; a program is a warp with 1024 coordinates."""
-    from turboquant.kernels.gluon_encode import encode_kernel
+def plan(chosen: dict[str, Any]) -> Launch:
+    """The launch for `arguments`, on all their tensors.
 
-    start(encode_kernel, (-(-chosen["count"] * chosen["D"] // 1024), chosen["H"], 2), chosen, 1)
+    With explicit layouts, a program is a warp with 1024 coordinates.
+    """
+    if choose(chosen):
+        from turboquant.kernels.gluon_encode import encode_kernel
 
-
-def start(kernel: Any, grid: tuple[int, int, int], chosen: dict[str, Any], warps: int) -> None:
-    """Launch a kernel on those of `arguments` that it has: tensors, then numbers from "count" on, then constants."""
+        kernel, programs, warps = encode_kernel, -(-chosen["count"] * chosen["D"] // 1024), 1
+    else:
+        kernel, programs, warps = _encode_kernel, -(-chosen["count"] // chosen["T"]), chosen["num_warps"]
     names = kernel.arg_names
-    count, constants = names.index("count"), names.index("KEY")
-    launch(
-        kernel, grid, [chosen[name] for name in names[:count]], [chosen[name] for name in names[count:constants]],
+    numbers, constants = names.index("count"), names.index("KEY")
+    return Launch(
+        kernel, (programs, chosen["H"], 2), names[:numbers], [chosen[name] for name in names[numbers:constants]],
         {name: chosen[name] for name in names[constants:]}, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOperands:
+    """What of `arguments` stays from step to step, and a number for layers whose launches are alike (`kind_of`)."""
+
+    ring: ExactRing
+    kind: int
+    operands: Operands
+
+
+def layer_operands(layer: LayerCache, ring: ExactRing, chosen: Callable[[], dict[str, Any]]) -> LayerOperands:
+    """Kept for as long as a layer has its store and its ring.  chosen: `arguments` of any step."""
+    found = _OPERANDS.get(layer.store)
+    if found is None or found.ring is not ring:
+        given = chosen()
+        tensors: dict[str, Operand] = {
+            name: x for name, x in given.items() if isinstance(x, torch.Tensor) and name not in STEP_TENSORS
+        }
+        names = ("spans", "page_stride", "page_head_stride", "KEY", "VALUE", "RING", "H", "D", "BS", "ES")
+        kind = kind_of("encode", layer.store.pages.device, layer.recent.keys.dtype, *[given[name] for name in names])
+        found = _OPERANDS[layer.store] = LayerOperands(ring, kind, Operands(tensors))
+    return found
 
 
 def encode(layer: LayerCache, ring: ExactRing, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -646,10 +675,15 @@ def encode(layer: LayerCache, ring: ExactRing, keys: torch.Tensor, values: torch
 
     Token and head strides are free.
     """
-    chosen = arguments(layer, ring, keys, values, slots)
-    if not chosen["count"]:
+    if not min(keys.shape[0], slots.shape[0]):
         return
-    if choose(chosen):
-        encode_many(chosen)
-    else:
-        start(_encode_kernel, (-(-chosen["count"] // chosen["T"]), chosen["H"], 2), chosen, chosen["num_warps"])
+
+    def chosen() -> dict[str, Any]:
+        return arguments(layer, ring, keys, values, slots)
+
+    own = layer_operands(layer, ring, chosen)
+    key = (keys.shape, keys.stride(), values.stride(), keys.dtype, values.dtype, slots.shape, slots.dtype)
+    last = _LAST.get(own.kind)
+    if last is None or last[0] != key:
+        last = _LAST[own.kind] = key, plan(chosen())
+    last[1](own.operands.joined(keys=keys, values=values, slots=slots))

@@ -10,16 +10,20 @@ A chunk is a dozen launches: what surrounds the dense kernel is fused, for the t
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
 import triton.language as tl
 
 from turboquant.capture import LayerCache
-from turboquant.kernels.launch import launch, power_of_2
+from turboquant.kernels.launch import Launch, Operand, Operands, kind_of, launch, power_of_2
 from turboquant.kernels.matrix import SplitMatrix
-from turboquant.kernels.transcode import Rows, decode_span, lift
+from turboquant.kernels.pages import page_sides
+from turboquant.kernels.transcode import Rows, decode_span, empty_lift, plan_decode, plan_lift, span_operands
 from turboquant.score import WORKSPACE_TOKENS, Own, Partial, QueryGroup
+from turboquant.store import CompressedBlockStore
 
 ROWS = 32  # query rows of a program: with CHUNK coordinates at a time, all head sizes stay in registers
 CHUNK = 32
@@ -157,6 +161,23 @@ def fold(a: Partial, b: Partial) -> Partial:
     return out, lse
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Cached tokens that are decoded at a time: how many, and the launches that do it."""
+
+    tokens: int
+    launches: tuple[Launch, ...]
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Launches around the dense kernel for the chunk of one request, for all layers of a kind."""
+
+    rotate: Launch
+    pieces: tuple[Piece, ...]
+    finish: Launch
+
+
 class StagedPrefill:
     """`turboquant.score.FusedKernel` for chunks of any length, on top of a dense attention."""
 
@@ -168,6 +189,31 @@ class StagedPrefill:
         self.nbytes = self.query_matrix.parts.nbytes + self.output_matrix.parts.nbytes
         dims = power_of_2(layer.store.format.head_dim)
         self.sizes = {"D": layer.store.format.head_dim, "DIMS": dims}
+        self.kind = self._kind()
+        self._operands: WeakKeyDictionary[CompressedBlockStore, Operands] = WeakKeyDictionary()
+
+    def _kind(self) -> int:
+        """The same for layers that launch alike, in steps that are alike: everything of a layer that launches depend on
+        but for its `operands`.
+        """
+        store, recent, rotary = self.layer.store, self.layer.recent, self.layer.codec.rotary
+        return kind_of(
+            "prefill", *page_sides(store), store.num_kv_heads, store.format.head_dim, store.block_size,
+            store.pages.device, recent.keys.stride(0), recent.keys.dtype, rotary.wide.shape, rotary.wide.dtype,
+            len(self.query_matrix.parts), len(self.output_matrix.parts),
+        )  # fmt: skip
+
+    @property
+    def operands(self) -> Operands:
+        """Of the layer with its store's pages, which an engine may exchange for others."""
+        store, recent = self.layer.store, self.layer.recent
+        if store not in self._operands:
+            own: dict[str, Operand] = {
+                "recent_keys": recent.keys, "recent_values": recent.values, "query_matrix": self.query_matrix.parts,
+                "output_matrix": self.output_matrix.parts, "output_scale": self.output_matrix.scale,
+            }  # fmt: skip
+            self._operands[store] = Operands(span_operands(store, True) | own)
+        return self._operands[store]
 
     def serves(self, group: QueryGroup, query: torch.Tensor, own: Own, softcap: float) -> bool:
         """See `turboquant.score.FusedKernel`."""
@@ -183,33 +229,84 @@ class StagedPrefill:
         for row in group.requests:
             start, length, cached = group.plan.batch.host_lens[row]
             rows = slice(start, start + length)
-            own_rows = own[0][rows], own[1][rows]
-            if cached and (group.window or softcap):
+            queries, own_rows = query[rows], (own[0][rows], own[1][rows])
+            if not cached:
+                output[rows] = self.attention(queries, *own_rows, scale, True, group.window, softcap)[0]
+            elif group.window or softcap:
                 attend = self._windowed if group.window else self._capped
-                output[rows] = attend(group, row, query[rows], own_rows, cached, scale, softcap)
-                continue
-            # The history first: while the device is at it, Python launches the rest.
-            queries = query[rows]
-            history = self._history(group, row, queries, cached, scale) if cached else None
-            chunk = self.attention(queries, *own_rows, scale, True, group.window, softcap)
-            if history is None:
-                output[rows] = chunk[0]
+                output[rows] = attend(group, row, queries, own_rows, cached, scale, softcap)
             else:
-                self._finish(history, chunk, output[rows])
+                self._staged(group, row, queries, own_rows, scale, output[rows])
 
     def variant(self, requests: int, new: int, query_heads: int) -> None:
         """See `turboquant.score.FusedKernel`: requests are served one by one."""
 
-    def _history(self, group: QueryGroup, row: int, query: torch.Tensor, cached: int, scale: float) -> Partial:
-        """Attention over the cached tokens of a request in the codec's bases."""
-        rotated, total = self._rotate(query), None
-        for first in range(0, cached, WORKSPACE_TOKENS):
-            last = min(cached, first + WORKSPACE_TOKENS)
-            keys, values = self._decode(group, row, first, last, cached, query.dtype)
+    def _staged(
+        self, group: QueryGroup, row: int, query: torch.Tensor, own: Own, scale: float, output: torch.Tensor
+    ) -> None:
+        """Attention of a chunk into output [Q, H_q, d]: history in the codec's bases, own rows in the original one.
+
+        The history first: while the device is at it, Python launches the rest.
+        """
+        key = (
+            self.kind, row, query.shape[1], query.stride(0), output.stride(0), output.dtype,
+            self.layer.store.pages.stride(),
+        )  # fmt: skip
+        plan = group.launches.get(key)
+        if plan is None:
+            plan = group.launches[key] = self._plan(group, row, query, output)
+        rotated, total = torch.empty(query.shape, dtype=query.dtype, device=query.device), None
+        operands = self.operands.joined(query=query, rotated=rotated, output=output)
+        plan.rotate(operands)
+        for piece in plan.pieces:
+            keys, values = (rows.new_empty(piece.tokens, *rows.shape[1:]) for rows in own)
+            decoded = operands.joined(keys=keys, values=values)
+            for decode in piece.launches:
+                decode(decoded)
             part = self.attention(rotated, keys, values, scale * self.query_matrix.scale, False, 0, 0.0)
             total = part if total is None else fold(total, part)
         assert total is not None, "there is a piece for every cached > 0"
-        return total
+        chunk = self.attention(query, *own, scale, True, 0, 0.0)
+        names = ("history", "history_lse", "chunk", "chunk_lse")
+        plan.finish(operands.joined(**dict(zip(names, (*total, *chunk), strict=True))))
+
+    def _plan(self, group: QueryGroup, row: int, query: torch.Tensor, output: torch.Tensor) -> ChunkPlan:
+        tokens, query_heads, _ = query.shape
+        heads, (_, _, cached) = self.layer.store.num_kv_heads, group.plan.batch.host_lens[row]
+        parts = {"CHUNK": CHUNK, "PARTS": len(self.query_matrix.parts), "ROWS": ROWS}
+        rotate = Launch(
+            _rotate_kernel, (-(-tokens * query_heads // heads // ROWS), heads), ("query", "query_matrix", "rotated"),
+            (tokens, query.stride(0), heads), {"G": query_heads // heads, **self.sizes, **parts}, num_stages=2,
+        )  # fmt: skip
+        firsts = range(0, cached, WORKSPACE_TOKENS)
+        pieces = [self._piece(group, row, first, min(cached, first + WORKSPACE_TOKENS), cached) for first in firsts]
+        finish = Launch(
+            _finish_kernel, (-(-tokens * query_heads // ROWS),),
+            ("history", "history_lse", "chunk", "chunk_lse", "output_matrix", "output"),
+            (tokens, output.stride(0), query_heads, "output_scale"),
+            {**self.sizes, **parts, "PARTS": len(self.output_matrix.parts)}, num_stages=2,
+        )  # fmt: skip
+        return ChunkPlan(rotate, tuple(pieces), finish)
+
+    def _piece(self, group: QueryGroup, row: int, first: int, last: int, cached: int) -> Piece:
+        """Tokens [first, last) of a request in the codec's bases, keys whole; exact ones where the ring has them."""
+        store, window, (blocks, index, flags) = self.layer.store, group.plan.window, group.lines[row]
+        heads, dim, columns = store.num_kv_heads, store.format.head_dim, window.present.shape[1]
+        lift = empty_lift(store.codec, first, last)
+        strides = (heads * dim, dim) * 2
+        launches = [
+            plan_lift(store.codec, first, last, lift),
+            plan_decode(store, blocks, first, last - first, strides, True, lift),
+        ]
+        if columns and (first < window.sinks or cached - window.recent < last):
+            tables = ("key_rotation", "value_rotation", "gain", "keys", "values")
+            exact = Launch(
+                _exact_kernel, (-(-columns // 16), heads, 2), ("recent_keys", "recent_values", index, flags, *tables),
+                (first, last - first, cached, self.layer.recent.keys.stride(0)),
+                {"C": columns, "SINKS": window.sinks, **self.sizes, "CHUNK": 16, "T": 16},
+            )  # fmt: skip
+            launches.append(exact)
+        return Piece(last - first, tuple(launches))
 
     def _windowed(
         self, group: QueryGroup, row: int, query: torch.Tensor, own: Own, cached: int, scale: float, softcap: float
@@ -237,7 +334,7 @@ class StagedPrefill:
     def _decode_plain(self, group: QueryGroup, row: int, first: int, last: int, cached: int, out: Rows) -> None:
         """Tokens [first, last) of a request in the original basis, exact ones where the ring has them."""
         (blocks, _, _), window, recent = group.lines[row], group.plan.window, self.layer.recent
-        decode_span(self.layer.store, blocks, first, last, out[0].dtype, rotated=False, out=out)
+        decode_span(self.layer.store, blocks, first, last, out)
         start = cached - window.recent
         # (first token, column of token 0, end) of the sinks and of the last tokens
         for begin, origin, end in ((0, 0, min(window.sinks, start)), (start, start - window.sinks, cached)):
@@ -248,42 +345,3 @@ class StagedPrefill:
             index, seen = window.index[row, columns], window.present[row, columns, None, None]
             for rows, exact in zip(out, (recent.keys, recent.values), strict=True):
                 rows[place] = torch.where(seen, exact[index], rows[place])
-
-    def _rotate(self, query: torch.Tensor) -> torch.Tensor:
-        """query [Q, H_q, d] -> the same in the keys' basis, still to be scaled by the matrix's scale."""
-        tokens, query_heads, _ = query.shape
-        heads, matrix = self.layer.store.num_kv_heads, self.query_matrix
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        launch(
-            _rotate_kernel, (-(-tokens * query_heads // heads // ROWS), heads), (query, matrix.parts, out),
-            (tokens, query.stride(0), heads),
-            {"G": query_heads // heads, **self.sizes, "CHUNK": CHUNK, "PARTS": len(matrix.parts), "ROWS": ROWS},
-            num_stages=2,
-        )  # fmt: skip
-        return out
-
-    def _decode(self, group: QueryGroup, row: int, first: int, last: int, cached: int, dtype: torch.dtype) -> Rows:
-        """Tokens [first, last) of a request in the codec's bases, keys whole; exact ones where the ring has them."""
-        window, codec, ring = group.plan.window, self.layer.codec, self.layer.recent
-        blocks, index, flags = group.lines[row]
-        rows = decode_span(self.layer.store, blocks, first, last, dtype, lift=lift(codec, first, last))
-        columns = window.present.shape[1]
-        if not columns or (first >= window.sinks and cached - window.recent >= last):
-            return rows
-        launch(
-            _exact_kernel, (-(-columns // 16), self.layer.store.num_kv_heads, 2),
-            (ring.keys, ring.values, index, flags, codec.key.rotation.matrix,
-             codec.value.rotation.matrix, codec.transform.gain, *rows),
-            (first, last - first, cached, ring.keys.stride(0)),
-            {"C": columns, "SINKS": window.sinks, **self.sizes, "CHUNK": 16, "T": 16},
-        )  # fmt: skip
-        return rows
-
-    def _finish(self, history: Partial, chunk: Partial, output: torch.Tensor) -> None:
-        """Merge history (in the values' basis) and own chunk into output [Q, H_q, d]."""
-        (tokens, heads, _), matrix = output.shape, self.output_matrix
-        launch(
-            _finish_kernel, (-(-tokens * heads // ROWS),), (*history, *chunk, matrix.parts, output),
-            (tokens, output.stride(0), heads, matrix.scale),
-            {**self.sizes, "CHUNK": CHUNK, "PARTS": len(matrix.parts), "ROWS": ROWS}, num_stages=2,
-        )  # fmt: skip

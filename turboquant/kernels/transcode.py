@@ -4,12 +4,14 @@ The twins are `CompressedBlockStore.read` (rotated rows), `CompressedBlockStore.
 `KVCodec.lift`.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from turboquant.codec import KVCodec
-from turboquant.kernels.launch import launch, power_of_2
+from turboquant.kernels.launch import Launch, Operand, Operands, power_of_2
 from turboquant.kernels.pages import code_table, load_codes, load_rows, load_scalar, page_sides, sketch_signs
 from turboquant.quantizer import Quantizer, TurboQuantProd
 from turboquant.rotary import SPAN
@@ -73,17 +75,21 @@ def _lift_kernel(
     tl.store(out + address, acc, mask=(row < count)[:, None] & (column < D)[None, :])
 
 
-def lift(codec: KVCodec, first: int, last: int) -> torch.Tensor:
-    """`KVCodec.lift` in one launch."""
-    rotary, (heads, dim) = codec.rotary, codec.transform.center.shape
-    start, stop = rotary.span_range(first, last)
-    out = torch.empty(stop - start, heads, dim, device=codec.center.device)
-    launch(
-        _lift_kernel, (-(-(stop - start) // 16), heads),
-        (codec.center, rotary.wide, codec.transform.gain, codec.key.rotation.matrix, out), (start, stop - start),
-        {"H": heads, "D": dim, "DIMS": power_of_2(dim), "CHUNK": 16, "T": 16}, num_stages=1,
+def plan_lift(codec: KVCodec, first: int, last: int, out: torch.Tensor) -> Launch:
+    """`KVCodec.lift` into out (`empty_lift`), on `span_operands`."""
+    start, _ = codec.rotary.span_range(first, last)
+    spans, heads, dim = out.shape
+    constants = {"H": heads, "D": dim, "DIMS": power_of_2(dim), "CHUNK": 16, "T": 16}
+    tables = ("center", "wide", "gain", "key_rotation")
+    return Launch(
+        _lift_kernel, (-(-spans // 16), heads), (*tables, out), (start, spans), constants, num_stages=1
     )  # fmt: skip
-    return out
+
+
+def empty_lift(codec: KVCodec, first: int, last: int) -> torch.Tensor:
+    """Memory for `KVCodec.lift`."""
+    start, stop = codec.rotary.span_range(first, last)
+    return torch.empty(stop - start, *codec.transform.center.shape, device=codec.center.device)
 
 
 @triton.jit
@@ -124,11 +130,11 @@ def _decode_side(
 
 @triton.jit(do_not_specialize=["first", "count", "spans"], do_not_specialize_on_alignment=["places"])
 def _decode_kernel(
-    places, pages, scalars, key_table, key_rotation, key_sketch, value_table, value_rotation, value_sketch, gain, center,
-    wide, lift, keys, values, first, count, spans, page_stride, head_stride, key_stride, key_head_stride, value_stride,
-    value_head_stride, SPAN: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    BS: tl.constexpr, ROTATE_KEYS: tl.constexpr, ROTATE_VALUES: tl.constexpr, AFFINE: tl.constexpr, LIFT: tl.constexpr,
-    DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr,
+    places, pages, scalars, key_table, key_rotation, key_sketch, value_table, value_rotation, value_sketch, gain,
+    center, wide, lift, keys, values, first, count, spans, page_stride, head_stride, key_stride, key_head_stride,
+    value_stride, value_head_stride, SPAN: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr, BS: tl.constexpr, ROTATE_KEYS: tl.constexpr, ROTATE_VALUES: tl.constexpr, AFFINE: tl.constexpr,
+    LIFT: tl.constexpr, DIMS: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of tokens, head, side).
 
@@ -168,23 +174,17 @@ def decode_rows(
         if rows.shape != shape or rows.dtype != dtype or rows.stride(-1) != 1:
             raise ValueError(f"out must be {dtype} {shape} with contiguous rows; got {rows.dtype} {tuple(rows.shape)}")
     if len(slots):
-        _decode(store, slots.contiguous(), None, out, rotated, None)
+        _decode(store, slots.contiguous(), None, out, rotated)
     return out
 
 
-def decode_span(
-    store: CompressedBlockStore, blocks: torch.Tensor, first: int, last: int, dtype: torch.dtype, *,
-    rotated: bool = True, out: Rows | None = None, lift: torch.Tensor | None = None,
-) -> Rows:  # fmt: skip
-    """Decode the tokens [first, last) of a request; rotated and out as in `decode_rows`.
+def decode_span(store: CompressedBlockStore, blocks: torch.Tensor, first: int, last: int, out: Rows) -> None:
+    """Decode the tokens [first, last) of a request to the original basis, into out [last - first, H_kv, d] each.
 
-    blocks: its block table, contiguous integers -> keys and values `dtype` [last - first, H_kv, d].
-    lift: float32 [spans, H_kv, d], added to the keys of each span from that of `first` on.
+    blocks: its block table, contiguous integers.
     """
-    out = _rows(store, last - first, dtype, blocks.device) if out is None else out
     if last > first:
-        _decode(store, blocks, first, out, rotated, lift)
-    return out
+        _decode(store, blocks, first, out, rotated=False)
 
 
 def _rows(store: CompressedBlockStore, count: int, dtype: torch.dtype, device: torch.device) -> Rows:
@@ -192,30 +192,52 @@ def _rows(store: CompressedBlockStore, count: int, dtype: torch.dtype, device: t
     return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
 
 
-def _decode(
-    store: CompressedBlockStore, places: torch.Tensor, first: int | None, out: Rows, rotated: bool,
-    lift: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """places: slots, or with the first token of a span the blocks of its request."""
-    pages, codec, (keys, values), dim = store.pages, store.codec, out, store.format.head_dim
-    key, value, wide, count = codec.key, codec.value, codec.rotary.wide, keys.shape[0]
-    turn_keys, turn_values = (not rotated and side.rotation.kind != "identity" for side in (key, value))
+def plan_decode(
+    store: CompressedBlockStore, places: torch.Tensor, first: int | None, count: int, strides: Sequence[int],
+    rotated: bool, lift: torch.Tensor | None = None,
+) -> Launch:  # fmt: skip
+    """Decode `count` tokens into "keys" and "values" [count, H_kv, d], on `span_operands`.
+
+    places: slots, or with the first token of a span the blocks of its request; strides: of a token's keys, of a head's,
+    and the same of the values; lift: float32 [spans, H_kv, d], added to the keys of each span from that of `first` on.
+    """
+    codec, dim, wide = store.codec, store.format.head_dim, store.codec.rotary.wide
+    turned = [not rotated and side.rotation.kind != "identity" for side in (codec.key, codec.value)]
     dims = power_of_2(dim)
-    sketched = any(isinstance(side, TurboQuantProd) for side in (key, value))
+    sketched = any(isinstance(side, TurboQuantProd) for side in (codec.key, codec.value))
     tokens = 32 if dims * (1 + sketched) <= 256 else 16  # so many rows stay in registers
     sides = page_sides(store)
-    launch(
+    constants = {
+        "SPAN": first is not None, "KEY": sides[0], "VALUE": sides[1], "H": store.num_kv_heads, "D": dim,
+        "BS": store.block_size, "ROTATE_KEYS": turned[0], "ROTATE_VALUES": turned[1], "AFFINE": not rotated,
+        "LIFT": lift is not None, "DIMS": dims, "CHUNK": 16, "T": tokens,
+    }  # fmt: skip
+    return Launch(
         _decode_kernel, (-(-count // tokens), store.num_kv_heads, 2),
-        (places, pages, pages.view(torch.bfloat16), code_table(key, pages.device), key.rotation.matrix,
-         _sketch_matrix(key, turn_keys), code_table(value, pages.device), value.rotation.matrix,
-         _sketch_matrix(value, turn_values), codec.transform.gain, codec.center, wide, wide if lift is None else lift,
-         keys, values),
-        (first or 0, count, wide.shape[0], *pages.stride()[:2], *keys.stride()[:2], *values.stride()[:2]),
-        {"SPAN": first is not None, "KEY": sides[0], "VALUE": sides[1], "H": store.num_kv_heads, "D": dim,
-         "BS": store.block_size, "ROTATE_KEYS": turn_keys, "ROTATE_VALUES": turn_values, "AFFINE": not rotated,
-         "LIFT": lift is not None, "DIMS": dims, "CHUNK": 16, "T": tokens},
-        num_stages=1,
+        (places, "pages", "scalars", "key_table", "key_rotation", "key_sketch", "value_table", "value_rotation",
+         "value_sketch", "gain", "center", "wide", wide if lift is None else lift, "keys", "values"),
+        (first or 0, count, wide.shape[0], *store.pages.stride()[:2], *strides),
+        constants, num_stages=1,
     )  # fmt: skip
+
+
+def span_operands(store: CompressedBlockStore, rotated: bool) -> dict[str, Operand]:
+    """What `plan_decode` and `plan_lift` need of a store."""
+    pages, codec, (key, value) = store.pages, store.codec, (store.codec.key, store.codec.value)
+    turned = [not rotated and side.rotation.kind != "identity" for side in (key, value)]
+    return {
+        "pages": pages, "scalars": pages.view(torch.bfloat16), "key_table": code_table(key, pages.device),
+        "key_rotation": key.rotation.matrix, "key_sketch": _sketch_matrix(key, turned[0]),
+        "value_table": code_table(value, pages.device), "value_rotation": value.rotation.matrix,
+        "value_sketch": _sketch_matrix(value, turned[1]), "gain": codec.transform.gain, "center": codec.center,
+        "wide": codec.rotary.wide,
+    }  # fmt: skip
+
+
+def _decode(store: CompressedBlockStore, places: torch.Tensor, first: int | None, out: Rows, rotated: bool) -> None:
+    operands = Operands(span_operands(store, rotated)).joined(keys=out[0], values=out[1])
+    strides = [stride for rows in out for stride in rows.stride()[:2]]
+    plan_decode(store, places, first, out[0].shape[0], strides, rotated)(operands)
 
 
 def _sketch_matrix(quantizer: Quantizer, rotate: bool) -> torch.Tensor:

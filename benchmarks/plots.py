@@ -7,14 +7,14 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from tables import QUALITY, results  # noqa: E402
+from tables import QUALITY, quality_rows, results  # noqa: E402
 
 from benchmark import plot_engines  # noqa: E402
 from turboquant.integration import quality_report  # noqa: E402
 
 
 def all_quality() -> dict[str, Any]:
-    return {"rows": [row for name in QUALITY for row in results(name)["rows"]]}
+    return {"rows": [row for name in QUALITY for row in quality_rows(name)]}
 
 
 PLOTS: dict[str, tuple[Callable[[dict[str, Any], Path], None], Callable[[], dict[str, Any]]]] = {

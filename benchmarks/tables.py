@@ -13,7 +13,7 @@ HEAD_SHAPES = [(1, 32768), (16, 32768), (64, 4096)]
 HEAD_COLUMNS = (
     "query heads on KV heads of size, new tokens", *(f"{batch} x {length}" for batch, length in HEAD_SHAPES)
 )  # fmt: skip
-QUALITY = {"quality-smollm2": "SmolLM2", "quality-qwen": "Qwen2.5-Coder"}  # file and model
+QUALITY = {"quality-h200-smollm2": "SmolLM2", "quality-h200-qwen": "Qwen2.5-Coder"}  # file and model
 LONGEST = 4096  # context of them
 Table = Iterator[Iterable[str]]
 
@@ -40,7 +40,7 @@ def summary() -> Table:
     report = results("h200-engine")
     steps = {(row["contender"], row["batch"], row["length"]): row["decode_ms_step"] for row in report["rows"]}
     klds = {
-        (name, row["contender"]): row["mean_kld"] for name in QUALITY for row in results(name)["rows"]
+        (name, row["contender"]): row["mean_kld"] for name in QUALITY for row in quality_rows(name)
         if row["context"] == LONGEST
     }  # fmt: skip
     shapes = (f"{batch} x {length}, ms" for batch, length in HEAD_SHAPES)
@@ -161,22 +161,29 @@ def centers() -> Table:
             yield (f"`{preset}`, {kind}", *(f"{us[shape]:.1f}" for shape in HEAD_SHAPES))
 
 
+def quality_rows(name: str) -> list[dict[str, Any]]:
+    """float16, and of bfloat16 fp8: FlashAttention-3 has it beside no other dtype."""
+    beside = results(f"{name}-bf16")["rows"]
+    return results(name)["rows"] + [row for row in beside if row["contender"] == "fp8"]
+
+
 def quality() -> Table:
-    return distances(*QUALITY)
+    return distances(row for name in QUALITY for row in quality_rows(name) if "+" not in row["contender"])
 
 
-def quality_on_a_gpu() -> Table:
-    return distances(*(name.replace("-", "-h200-") for name in QUALITY))
+def quality_all() -> Table:
+    """Every row there is, with its dtype."""
+    rows = (row for name in QUALITY for part in (name, f"{name}-bf16") for row in results(part)["rows"])
+    return distances(row | {"model": f"{row['model']} in {row['dtype']}"} for row in rows)
 
 
-def distances(*names: str) -> Table:
-    yield ("model, cache", "context", "bits per number, with exact tokens", "KLD", "99 % below", "top-1")
-    for name in names:
-        for row in results(name)["rows"]:
-            bits = f"{row['bits_per_element']:.2f}, {row['bits_with_window']:.2f}"
-            klds = (f"{row[key]:.4f}" for key in ("mean_kld", "p99_kld"))
-            head = f"{row['model']}, {quoted(row['contender'])}", str(row["context"])
-            yield (*head, bits, *klds, f"{100 * row['top1']:.1f} %")
+def distances(rows: Iterable[dict[str, Any]]) -> Table:
+    yield ("model, cache", "context", "bits per number, with exact tokens", "KLD", "99 % below", "top-1", "perplexity")
+    for row in rows:
+        bits = f"{row['bits_per_element']:.2f}, {row['bits_with_window']:.2f}"
+        klds = (f"{row[key]:.4f}" for key in ("mean_kld", "p99_kld"))
+        head = f"{row['model']}, {quoted(row['contender'])}", str(row["context"])
+        yield (*head, bits, *klds, f"{100 * row['top1']:.1f} %", f"x {row['ppl_ratio']:.3f}")
 
 
 def serving() -> Table:

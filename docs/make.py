@@ -189,7 +189,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "centers": results_tables.centers, "details": results_tables.details, "sinks": results_tables.sinks,
     "fuzz": results_tables.fuzz, "soak": results_tables.soak,
     "engine": results_tables.engine, "quality": results_tables.quality, "serving": results_tables.serving,
-    "quality_gpu": results_tables.quality_on_a_gpu,
+    "quality_all": results_tables.quality_all,
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ MEAN_KLD, WORST_KLD, WORST_DRIFT = 0.01, 0.2, 0.005  # nats: of all requests, of
 LEAK = 64 << 20  # bytes that the processes may grow after the first third
 LIMITS = {"max_model_len": 320, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 14}
 GPU_LIMITS = {
-    "max_model_len": 2048, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 640, "max_num_seqs": 32,
+    "max_model_len": 2048, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 400, "max_num_seqs": 32,
     "dtype": "bfloat16", "enforce_eager": False, "skip_tokenizer_init": True,
     "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 4 << 30,  # not measured, so that others may be there
     "compilation_config": gpu_engine.GRAPHS | {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]},

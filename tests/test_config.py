@@ -35,13 +35,20 @@ def test_preset_name_says_its_bits(preset):
 def test_defaults():
     config = TurboQuantConfig()
     assert config == TurboQuantConfig.from_options() == TurboQuantConfig.from_options("k4v4")
-    assert (config.key_quantizer, config.value_quantizer, config.buffer_size) == ("mse", "lloyd", 128)
+    assert (config.key_quantizer, config.value_quantizer, config.buffer_size) == ("mse", "lloyd", 112)
 
 
 def test_options_win_over_the_preset():
     config = TurboQuantConfig.from_options("k3v2", value_bits=4, buffer_size=0, seed=None, rotation="haar")
     assert (config.key_bits, config.value_bits, config.buffer_size) == (3, 4, 0)
     assert (config.seed, config.rotation) == (0, "haar")
+
+
+def test_a_preset_may_have_its_own_window():
+    """The windows that benchmarks/results/quality-h200-*.json were measured with."""
+    assert TurboQuantConfig.from_options("k3v2").buffer_size == 96
+    assert TurboQuantConfig.from_options("k3v2", buffer_size=128).buffer_size == 128
+    assert TurboQuantConfig.from_options(key_bits=3, value_bits=2).buffer_size == 112
 
 
 def test_config_is_frozen_and_hashable():

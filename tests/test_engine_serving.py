@@ -24,7 +24,7 @@ def llm():
 def test_busy_engine_stays_close_to_requests_run_alone(llm, mode):
     """The exact part of the history depends on chunk borders, so the outputs are close, not equal: KLD <= 0.01."""
     batch = prompts(llm, LENGTHS, shared_prefix=32)
-    with attach(llm, mode=mode, ring_share=1.0) as handle:  # a quarter of 14 blocks holds no window of 128
+    with attach(llm, mode=mode, ring_share=1.0) as handle:  # a quarter of 14 blocks holds no window of 112
         if mode == "full_tq":
             handle.free_kv_cache()
         single = alone(llm, batch, TOKENS, logprobs=1024)

@@ -368,11 +368,11 @@ def test_non_causal_steps_are_refused(monkeypatch, causal):
 
 
 def test_ring_is_limited_to_its_share(caplog):
-    """24 blocks, a quarter of them: 6 entries; a window of 128 tokens and sinks need 10 blocks of 16, and 64 remain."""
+    """24 blocks, a quarter of them: 6 entries; a window of 112 tokens and sinks need 9 blocks of 16, and 64 remain."""
     runner = make(1)
     with caplog.at_level(logging.WARNING, logger="turboquant"), hooks.install_turboquant_hooks(runner) as handle:
         assert handle.window == 64 and handle.groups[0].engine.ring.capacity == 6
-    assert "buffer_size 128 does not fit" in caplog.text
+    assert "buffer_size 112 does not fit" in caplog.text
 
 
 def test_set_mode_without_runner_reaches_all_and_old_names_work():

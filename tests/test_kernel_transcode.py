@@ -11,7 +11,7 @@ from test_kernel_history import CODECS, DEVICE, make_codec
 from turboquant.codec import KeyTransform, KVCodec
 from turboquant.config import TurboQuantConfig
 from turboquant.kernels.launch import Operands
-from turboquant.kernels.transcode import decode_rows, empty_lift, plan_lift, span_operands
+from turboquant.kernels.transcode import decode_rows, num_spans, plan_lift, span_operands
 from turboquant.quantizer import GroupQuantizer, TurboQuantProd
 from turboquant.rotation import qjl_matrix
 from turboquant.store import CompressedBlockStore
@@ -81,8 +81,8 @@ def test_lift(dim, turns, first, last):
     transform = KeyTransform(normal(HEADS, dim, seed=5), normal(HEADS, dim, seed=6).exp(), rotary)
     codec = KVCodec.build(TurboQuantConfig(), 1, HEADS, dim, transform, DEVICE)
     operands = Operands(span_operands(CompressedBlockStore(codec, 1, HEADS, 16, DEVICE), True))
-    out = empty_lift(codec, first, last)
-    plan_lift(codec, first, last, out)(operands)
+    out = torch.empty(num_spans(codec, first, last), HEADS, dim, device=DEVICE)
+    plan_lift(codec, first, last)(operands.joined(lift=out))
     assert_close([out], [codec.lift(first, last)])
 
 

@@ -6,7 +6,6 @@ launches depend on the shapes of a batch alone, never on its lengths, so that a 
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from turboquant.kernels.decoders import BF16_128, table_words
 from turboquant.kernels.launch import Launch, Operand, Operands, kind_of
 from turboquant.kernels.matrix import SplitMatrix
 from turboquant.quantizer import FP8Quantizer, TurboQuantMSE
-from turboquant.score import WORKSPACE_TOKENS, Own, Partial, QueryGroup
+from turboquant.score import WORKSPACE_TOKENS, Own, QueryGroup
 
 LOG2E = 1 / math.log(2)
 ROW_CHOICES = (4, 8, 16)
@@ -34,7 +33,9 @@ EXACT_TOKENS = 16  # tokens of a tile of the exact segment
 FEW = 4  # segments of a group from which the merge loads as many as registers hold: few variants, and few idle loads
 LONG_PIECE, SHORT_PIECE = 8, 2  # tiles of an exact piece: few requests need short pieces for latency
 REGISTERS_PER_SM = 65536
-Prepared = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # QUERY, FACTOR, OFFSET, WAVES
+PREPARED = ("rows", "factors", "offsets", "waves")  # what `gluon_rows.prepare_kernel` makes
+KEPT_BYTES = 8 << 20  # of memory that layers use one after the other, and that is kept for a whole step
+Shape = tuple[int, int, int, int, int]  # requests, KV heads, row tiles, segments, rows of a tile
 Segments = tuple[int, int, int]  # splits of the history, exact pieces, tiles of a piece
 
 
@@ -154,6 +155,44 @@ def turning_terms(codec: KVCodec) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack((torch.cat((x, y)), torch.cat((y, x)))).int(), weights
 
 
+class Scratch:
+    """Memory that launches of a layer hand on to one another: kept for the other layers of a step where it is small.
+
+    wanted: shape and dtype by the name of the operand.
+    """
+
+    def __init__(self, device: torch.device, **wanted: tuple[tuple[int, ...], torch.dtype]):
+        self.device, self.wanted = device, wanted
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in wanted.values())
+        self.kept = self._new() if size <= KEPT_BYTES else None
+
+    def take(self) -> dict[str, torch.Tensor]:
+        return self._new() if self.kept is None else self.kept
+
+    def _new(self) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.empty(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in self.wanted.items()
+        }
+
+
+@dataclass(frozen=True)
+class Part:
+    """Requests that are served at once."""
+
+    partial: Scratch
+    attend: Launch
+    merge: Launch
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """The launches of a group, for all layers of a kind."""
+
+    prepared: Scratch
+    prepare: Launch
+    parts: tuple[Part, ...]
+
+
 class FastDecode:
     """The fast decode of one layer."""
 
@@ -216,29 +255,32 @@ class FastDecode:
             self.kind, query.shape, query.stride(0), *[rows.stride(0) for rows in own], output.stride(0), output.dtype,
             pages.stride(0), scale, softcap,
         )  # fmt: skip
-        launches = group.launches.get(key)
-        if launches is None:
-            launches = group.launches[key] = list(self._plan(group, query, own, output, scale, softcap))
-        operands = self.operands.joined(query=query, keys=own[0], values=own[1], output=output, pages=pages)
-        for launch in launches:
-            launch(operands)
+        plan = group.launches.get(key)
+        if plan is None:
+            plan = group.launches[key] = self._plan(group, query, own, output, scale, softcap)
+        operands = self.operands.joined(
+            query=query, keys=own[0], values=own[1], output=output, pages=pages, **plan.prepared.take()
+        )
+        plan.prepare(operands)
+        for part in plan.parts:
+            joined = operands.joined(**part.partial.take())
+            part.attend(joined)
+            part.merge(joined)
 
     def _plan(
         self, group: QueryGroup, query: torch.Tensor, own: Own, output: torch.Tensor, scale: float, softcap: float
-    ) -> Iterator[Launch]:
-        """Launches with their scratch memory, which layers use one after the other."""
+    ) -> DecodePlan:
         heads, dim = self.layer.store.num_kv_heads, query.shape[2]
         factor = scale / softcap if softcap else scale * LOG2E
         tile, row_tiles = row_tiling(query.shape[1] // heads * group.length, dim)
-        prepared = self._prepared(query)
-        yield self._prepare(query, prepared, factor)
+        parts = []
         for entries in group.entries.split(self._most_requests(tile, row_tiles)):
             segments = self._segments(len(entries) * heads * row_tiles, tile)
             shape = (len(entries), heads, row_tiles, segments[0] + segments[1], tile)
-            partial = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
-            lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-            yield self._attend(group, entries, prepared, query, own, (partial, lse), segments, factor, softcap)
-            yield self._merge(entries, (partial, lse), segments, output)
+            attend = self._attend(group, entries, query, own, shape, segments, factor, softcap)
+            scratch = Scratch(query.device, partial=((*shape, dim), torch.float32), lse=(shape, torch.float32))
+            parts.append(Part(scratch, attend, self._merge(entries, shape, segments, output)))
+        return DecodePlan(self._prepared(query), self._prepare(query, factor), tuple(parts))
 
     def variant(self, requests: int, new: int, query_heads: int) -> tuple[object, ...]:
         """See `turboquant.score.FusedKernel`."""
@@ -283,21 +325,18 @@ class FastDecode:
         steps = -(-(MAX_SPLITS + pieces) // dim) if splits + pieces > dim else 1
         return groups, rows, warps, registers, most if splits > FEW * groups else min(most, FEW), steps
 
-    def _prepared(self, query: torch.Tensor) -> Prepared:
-        """Memory for what `gluon_rows.prepare_kernel` makes of query [T, H_q, d]."""
+    def _prepared(self, query: torch.Tensor) -> Scratch:
+        """For what `gluon_rows.prepare_kernel` makes of query [T, H_q, d]."""
         tokens, query_heads, dim = query.shape
-        heads, device = self.layer.store.num_kv_heads, query.device
-        floating = isinstance(self.layer.codec.key, FP8Quantizer)
+        heads, floating = self.layer.store.num_kv_heads, isinstance(self.layer.codec.key, FP8Quantizer)
         shape = (tokens, heads, query_heads // heads)
-        waves = (tokens if self.layer.codec.rotary.turns else 0, *shape[1:])
-        return (
-            torch.empty(*shape, 2, dim, dtype=torch.float16 if floating else torch.int8, device=device),
-            torch.empty(*shape, 2, dtype=torch.float32, device=device),
-            torch.empty(shape, dtype=torch.int32, device=device),
-            torch.empty(*waves, 2, dim, dtype=torch.float16, device=device),
-        )
+        waves = (tokens if self.layer.codec.rotary.turns else 0, *shape[1:], 2, dim)
+        return Scratch(
+            query.device, rows=((*shape, 2, dim), torch.float16 if floating else torch.int8),
+            factors=((*shape, 2), torch.float32), offsets=(shape, torch.int32), waves=(waves, torch.float16),
+        )  # fmt: skip
 
-    def _prepare(self, query: torch.Tensor, prepared: Prepared, factor: float) -> Launch:
+    def _prepare(self, query: torch.Tensor, factor: float) -> Launch:
         tokens, query_heads, dim = query.shape
         heads = self.layer.store.num_kv_heads
         group = query_heads // heads
@@ -309,7 +348,7 @@ class FastDecode:
         }  # fmt: skip
         return Launch(
             gluon_rows.prepare_kernel, (-(-tokens * group // size), heads),
-            ("query", "query_matrix", "center", "axes", "weights", *prepared),
+            ("query", "query_matrix", "center", "axes", "weights", *PREPARED),
             (tokens, query.stride(0), factor, "query_scale", "key_step", heads),
             constants, num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
         )  # fmt: skip
@@ -318,18 +357,17 @@ class FastDecode:
         self,
         group: QueryGroup,
         entries: torch.Tensor,
-        prepared: Prepared,
         query: torch.Tensor,
         own: Own,
-        partial: Partial,
+        shape: Shape,
         segments: Segments,
         factor: float,
         softcap: float,
     ) -> Launch:
-        """Fill partial float32 [n, H_kv, row tiles, segments, rows, d], lse [.., rows] (base 2, -inf for nothing)."""
+        """Fill "partial" float32 [n, H_kv, row tiles, segments, rows, d], "lse" [.., rows] (base 2, -inf: nothing)."""
         batch, window, (splits, pieces, exact_tiles) = group.plan.batch, group.plan.window, segments
         rotary, pages, recent = self.layer.codec.rotary, self.layer.store.pages, self.layer.recent
-        n, heads, row_tiles, count, tile, dim = partial[0].shape
+        n, heads, row_tiles, count, tile = shape
         constants = {
             **self.constants, "G": query.shape[1] // heads, "R": tile, "COLUMNS": self.columns, "SINKS": self.sinks,
             "SLIDING": group.window > 0, "SOFTCAP": softcap > 0, "VSTEP": self.tables.value_step,
@@ -337,27 +375,28 @@ class FastDecode:
         }  # fmt: skip
         return Launch(
             gluon_decode.decode_kernel, (n * heads, count, row_tiles),
-            (*prepared, "cos_sin", "query", "pages", "lookup", batch.block_table, entries, window.index, window.flags,
-             "recent_keys", "recent_values", "keys", "values", *partial),
+            (*PREPARED, "cos_sin", "query", "pages", "lookup", batch.block_table, entries, window.index, window.flags,
+             "recent_keys", "recent_values", "keys", "values", "partial", "lse"),
             (batch.block_table.stride(0), pages.stride(0), query.stride(0), own[0].stride(0), own[1].stride(0),
              recent.keys.stride(0), heads, rotary.cos_sin.shape[0], splits, pieces, exact_tiles, factor,
              softcap * LOG2E, group.window),
-            constants, num_warps=1, maxnreg=max_registers(tile, dim, self.layer.codec.key.bits),
+            constants, num_warps=1, maxnreg=max_registers(tile, query.shape[2], self.layer.codec.key.bits),
             launch_pdl=self.overlap,
         )  # fmt: skip
 
-    def _merge(self, entries: torch.Tensor, partial: Partial, segments: Segments, output: torch.Tensor) -> Launch:
+    def _merge(self, entries: torch.Tensor, shape: Shape, segments: Segments, output: torch.Tensor) -> Launch:
         """Merge the segments into the requests' rows of output [T, H_q, d]."""
-        n, heads, row_tiles, count, tile, dim = partial[0].shape
+        n, heads, row_tiles, count, tile = shape
         splits, pieces, _ = segments
         groups, rows, warps, registers, unroll, steps = self._merge_shape(n * heads * row_tiles, tile, splits, pieces)
         constants = {
-            "G": output.shape[1] // heads, "D": dim, "GROUPS": groups, "EXACT": self.tables.output_matrix.exact,
-            "PDL": self.overlap, "WARPS": warps, "UNROLL": unroll, "LSE_STEPS": steps, "ROWS": rows,
+            "G": output.shape[1] // heads, "D": output.shape[2], "GROUPS": groups,
+            "EXACT": self.tables.output_matrix.exact, "PDL": self.overlap, "WARPS": warps, "UNROLL": unroll,
+            "LSE_STEPS": steps, "ROWS": rows,
         }  # fmt: skip
         return Launch(
             gluon_rows.merge_kernel, (-(-n * row_tiles * tile * groups // rows), heads),
-            (*partial, "output_matrix", entries, "output"),
+            ("partial", "lse", "output_matrix", entries, "output"),
             (n, output.stride(0), "output_scale", heads, row_tiles, tile.bit_length() - 1, pieces, count),
             constants, num_warps=warps, maxnreg=registers, launch_pdl=self.overlap,
         )  # fmt: skip

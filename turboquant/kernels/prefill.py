@@ -21,7 +21,7 @@ from turboquant.capture import LayerCache
 from turboquant.kernels.launch import Launch, Operand, Operands, kind_of, launch, power_of_2
 from turboquant.kernels.matrix import SplitMatrix
 from turboquant.kernels.pages import page_sides
-from turboquant.kernels.transcode import Rows, decode_span, empty_lift, plan_decode, plan_lift, span_operands
+from turboquant.kernels.transcode import Rows, decode_span, num_spans, plan_decode, plan_lift, span_operands
 from turboquant.score import WORKSPACE_TOKENS, Own, Partial, QueryGroup
 from turboquant.store import CompressedBlockStore
 
@@ -163,9 +163,10 @@ def fold(a: Partial, b: Partial) -> Partial:
 
 @dataclass(frozen=True)
 class Piece:
-    """Cached tokens that are decoded at a time: how many, and the launches that do it."""
+    """Cached tokens that are decoded at a time: how many, in how many spans of one centre, and the launches for it."""
 
     tokens: int
+    spans: int
     launches: tuple[Launch, ...]
 
 
@@ -260,7 +261,8 @@ class StagedPrefill:
         plan.rotate(operands)
         for piece in plan.pieces:
             keys, values = (rows.new_empty(piece.tokens, *rows.shape[1:]) for rows in own)
-            decoded = operands.joined(keys=keys, values=values)
+            lift = torch.empty(piece.spans, *own[0].shape[1:], device=query.device)
+            decoded = operands.joined(keys=keys, values=values, lift=lift)
             for decode in piece.launches:
                 decode(decoded)
             part = self.attention(rotated, keys, values, scale * self.query_matrix.scale, False, 0, 0.0)
@@ -292,11 +294,10 @@ class StagedPrefill:
         """Tokens [first, last) of a request in the codec's bases, keys whole; exact ones where the ring has them."""
         store, window, (blocks, index, flags) = self.layer.store, group.plan.window, group.lines[row]
         heads, dim, columns = store.num_kv_heads, store.format.head_dim, window.present.shape[1]
-        lift = empty_lift(store.codec, first, last)
         strides = (heads * dim, dim) * 2
         launches = [
-            plan_lift(store.codec, first, last, lift),
-            plan_decode(store, blocks, first, last - first, strides, True, lift),
+            plan_lift(store.codec, first, last),
+            plan_decode(store, blocks, first, last - first, strides, rotated=True, lifted=True),
         ]
         if columns and (first < window.sinks or cached - window.recent < last):
             tables = ("key_rotation", "value_rotation", "gain", "keys", "values")
@@ -306,7 +307,7 @@ class StagedPrefill:
                 {"C": columns, "SINKS": window.sinks, **self.sizes, "CHUNK": 16, "T": 16},
             )  # fmt: skip
             launches.append(exact)
-        return Piece(last - first, tuple(launches))
+        return Piece(last - first, num_spans(store.codec, first, last), tuple(launches))
 
     def _windowed(
         self, group: QueryGroup, row: int, query: torch.Tensor, own: Own, cached: int, scale: float, softcap: float

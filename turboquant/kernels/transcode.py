@@ -75,21 +75,21 @@ def _lift_kernel(
     tl.store(out + address, acc, mask=(row < count)[:, None] & (column < D)[None, :])
 
 
-def plan_lift(codec: KVCodec, first: int, last: int, out: torch.Tensor) -> Launch:
-    """`KVCodec.lift` into out (`empty_lift`), on `span_operands`."""
-    start, _ = codec.rotary.span_range(first, last)
-    spans, heads, dim = out.shape
-    constants = {"H": heads, "D": dim, "DIMS": power_of_2(dim), "CHUNK": 16, "T": 16}
-    tables = ("center", "wide", "gain", "key_rotation")
-    return Launch(
-        _lift_kernel, (-(-spans // 16), heads), (*tables, out), (start, spans), constants, num_stages=1
-    )  # fmt: skip
-
-
-def empty_lift(codec: KVCodec, first: int, last: int) -> torch.Tensor:
-    """Memory for `KVCodec.lift`."""
+def num_spans(codec: KVCodec, first: int, last: int) -> int:
+    """Spans of one centre each that hold the tokens [first, last)."""
     start, stop = codec.rotary.span_range(first, last)
-    return torch.empty(stop - start, *codec.transform.center.shape, device=codec.center.device)
+    return stop - start
+
+
+def plan_lift(codec: KVCodec, first: int, last: int) -> Launch:
+    """`KVCodec.lift` into "lift" float32 [`num_spans`, H_kv, d], on `span_operands`."""
+    start, stop = codec.rotary.span_range(first, last)
+    heads, dim = codec.transform.center.shape
+    constants = {"H": heads, "D": dim, "DIMS": power_of_2(dim), "CHUNK": 16, "T": 16}
+    return Launch(
+        _lift_kernel, (-(-(stop - start) // 16), heads), ("center", "wide", "gain", "key_rotation", "lift"),
+        (start, stop - start), constants, num_stages=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -194,12 +194,12 @@ def _rows(store: CompressedBlockStore, count: int, dtype: torch.dtype, device: t
 
 def plan_decode(
     store: CompressedBlockStore, places: torch.Tensor, first: int | None, count: int, strides: Sequence[int],
-    rotated: bool, lift: torch.Tensor | None = None,
+    rotated: bool, lifted: bool = False,
 ) -> Launch:  # fmt: skip
     """Decode `count` tokens into "keys" and "values" [count, H_kv, d], on `span_operands`.
 
     places: slots, or with the first token of a span the blocks of its request; strides: of a token's keys, of a head's,
-    and the same of the values; lift: float32 [spans, H_kv, d], added to the keys of each span from that of `first` on.
+    and the same of the values; lifted: add "lift" (`plan_lift`) to the keys.
     """
     codec, dim, wide = store.codec, store.format.head_dim, store.codec.rotary.wide
     turned = [not rotated and side.rotation.kind != "identity" for side in (codec.key, codec.value)]
@@ -210,12 +210,12 @@ def plan_decode(
     constants = {
         "SPAN": first is not None, "KEY": sides[0], "VALUE": sides[1], "H": store.num_kv_heads, "D": dim,
         "BS": store.block_size, "ROTATE_KEYS": turned[0], "ROTATE_VALUES": turned[1], "AFFINE": not rotated,
-        "LIFT": lift is not None, "DIMS": dims, "CHUNK": 16, "T": tokens,
+        "LIFT": lifted, "DIMS": dims, "CHUNK": 16, "T": tokens,
     }  # fmt: skip
     return Launch(
         _decode_kernel, (-(-count // tokens), store.num_kv_heads, 2),
         (places, "pages", "scalars", "key_table", "key_rotation", "key_sketch", "value_table", "value_rotation",
-         "value_sketch", "gain", "center", "wide", wide if lift is None else lift, "keys", "values"),
+         "value_sketch", "gain", "center", "wide", "lift" if lifted else "wide", "keys", "values"),
         (first or 0, count, wide.shape[0], *store.pages.stride()[:2], *strides),
         constants, num_stages=1,
     )  # fmt: skip

@@ -6,6 +6,7 @@ prefill     attention of long chunks on top of a dense kernel, from a small work
 history     attention over compressed tokens, portable: any codec, any number of rows
 transcode   compressed pages to plain rows (pages: how kernels read them)
 ring        the exact ring's plan of a step
+launch      how kernels are launched: planned by one layer, repeated by the others (compilation: before they are needed)
 """
 
 from dataclasses import dataclass

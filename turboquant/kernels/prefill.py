@@ -6,8 +6,8 @@ the dense kernel (FlashAttention where the engine has it) runs at its full speed
 history is one segment in the codec's bases; the chunk's own rows are attended causally in the original one.
 With a sliding window the history is short, and is attended together with the own rows, so that tokens are decoded to
 the original basis; with a softcap, too.
-A chunk is half a dozen launches around two of the dense kernel, planned by the first layer of a step and repeated by the
-others: the time of Python between them counts too.
+A chunk is half a dozen launches around two of the dense kernel, planned by the first layer of a step and repeated by
+the others: the time of Python between them counts too.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """The host's side of the fast decode, without a device: what it serves, and what it launches for a batch."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +73,35 @@ def served(layout, lengths, softcap=0.0):
     rows = {lengths[0][1]: range(len(lengths))}  # as a captured graph has them: all are of one length, without padding
     HybridScorer(dim**-0.5, softcap=softcap, fused=(fast,)).attend(layer, plan, query, own, output, rows)
     return fast
+
+
+def test_the_memory_of_a_step_ends_with_it(kernels):
+    """Without the garbage collector, which engines run rarely."""
+    (_, dim, heads, query_heads, block, _), (engine, layer) = LAYOUTS[0], made_layer(LAYOUTS[0])
+    fast, batch = decode.FastDecode(layer, engine.ring), step_of([(40, 1)] * 3, block)
+    query, output = (torch.zeros(3, query_heads, dim, dtype=torch.bfloat16) for _ in range(2))
+    own = tuple(torch.zeros(3, heads, dim, dtype=torch.bfloat16) for _ in range(2))
+    gc.collect()
+    gc.disable()
+    try:
+        plan = engine.begin_step(batch)
+        HybridScorer(dim**-0.5, fused=(fast,)).attend(layer, plan, query, own, output)
+        (launches,) = (found for group in plan.groups.values() for found in group.launches.values())
+        kept = [weakref.ref(x) for x in (*launches.prepared.kept.values(), *launches.parts[0].partial.kept.values())]
+        for kernel in kernels:
+            kernel.made.clear()
+        assert len(kept) == 6 and all(x() is not None for x in kept)
+        del plan, launches, batch
+        assert not any(x() is not None for x in kept)
+    finally:
+        gc.enable()
+
+
+def test_much_memory_ends_with_its_layer():
+    small = decode.Scratch(torch.device("cpu"), x=((decode.KEPT_BYTES // 4,), torch.float32))
+    large = decode.Scratch(torch.device("cpu"), x=((decode.KEPT_BYTES // 4,), torch.float32), y=((1,), torch.int8))
+    assert small.take()["x"] is small.take()["x"]
+    assert large.kept is None and large.take()["x"] is not large.take()["x"]
 
 
 def plain(launches):

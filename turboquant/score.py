@@ -263,7 +263,8 @@ class HybridScorer:
         """Made by the first layer that needs it in a step, and kept with the step."""
         key = (id(rows), length, self.window, tile)
         if key not in plan.groups:
-            plan.groups[key] = QueryGroup(plan, rows, length, self.window, tile)
+            # A plan without groups: one that led back here would be freed by the garbage collector alone, some time.
+            plan.groups[key] = QueryGroup(StepPlan(plan.batch, plan.window), rows, length, self.window, tile)
         return plan.groups[key]
 
     def _history(self, layer: LayerCache, group: QueryGroup, heads: torch.Tensor) -> Partial:

@@ -39,6 +39,7 @@ CASES = {
     "v1-graphs": case(**GRAPH),
     "v2-eager": case(runner="1", **EAGER),
     "v2-graphs": case(runner="1", **GRAPH),
+    "compiled": case(runner="1"),  # as vLLM has it where nothing is asked: torch.compile, piecewise and full graphs
     "k3v2-graphs": case(preset="k3v2", **GRAPH),
     "auto-graphs": case(preset="auto:4.5", **GRAPH),
     "ngram-graphs": case(**GRAPH, **NGRAM),
